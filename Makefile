@@ -167,6 +167,7 @@ clean:
 # Dependencies first, then the package itself, so that a change of the core rebuilds only the package.
 $(VENV)/begun: requirements-dev.txt
 	@echo "Step 1 of 2: $(VENV), with torch $(TORCH). Some 3 GB are downloaded, which become 6 GB; several minutes."
+	@df -Pk . | awk 'NR == 2 && $$4 < 10485760 {printf "Only %.1f GB are free here. Free some first: both need 9 GB for a while.\n", $$4 / 1048576}'
 	$(if $(GPUS),,@echo "This machine shows no GPU. torch for CPUs alone takes 1.5 GB: press Ctrl-C, then"; \
 	  echo "    $(CPU_ONLY)")
 	$(if $(UV),$(UV) venv --quiet --seed --allow-existing --python $(PYTHON),$(PYTHON) -m venv) $(VENV)

@@ -2,13 +2,13 @@
  * and under the same names.
  *
  * MEMBERS nodes train in view 0, which node 0 leads. From then on, anything may happen in any order: messages of a node
- * arrive or get lost, answers grow old, silent nodes are lost and come back, DEATHS nodes die. For each death, one of
- * NODES - MEMBERS further nodes may be started: a node that is started again has a new number. A node decides after
- * each event, as in the code. `is_late` says that the event is a timer of the node that has run out.
+ * arrive or get lost, answers become old, links to silent nodes are lost and made again, and DEATHS nodes die. For each
+ * death, one of NODES - MEMBERS further nodes may be started: a node that is started again has a new number. A node
+ * decides after each event, as in the code. `is_late` is true if the event is that a timer of the node has run out.
  *
- * There is no clock. `fresh` says that an answer is recent enough to count. An answer may grow old at any moment. It
- * has grown old by the time at which the node that gave it considers this node lost: 0.9 of the silence limit is over
- * before the whole limit is.
+ * There is no clock. `fresh` is true while an answer is recent enough to count. An answer may become old at any moment,
+ * and at the latest before the node that gave the answer considers this node lost: an answer counts for 0.9 of the
+ * silence limit, and a node is considered lost after the whole limit.
  */
 #ifndef MEMBERS
 #define MEMBERS 2
@@ -20,7 +20,7 @@
 #define DEATHS 1
 #endif
 #ifndef TERMS
-#define TERMS 3   /* terms above this, and views, are not explored */
+#define TERMS 3   /* higher terms, and more views than VIEWS, are not explored */
 #endif
 #ifndef VIEWS
 #define VIEWS 3
@@ -332,7 +332,7 @@ inline lead() {
   fi
 }
 
-/* Agreement._run(), with the assertion that must hold */
+/* Agreement._run(), with the assertion that two sides never train */
 inline run_ranks() {
   j = node[i].leader;
   if
@@ -407,7 +407,7 @@ inline begin() {
   }
 }
 
-/* The process of node i has ended, and nobody knows yet. */
+/* The process of node i has ended, and no other node knows it yet. */
 inline die() {
   node[i].alive = false; num_deaths++;
   node[i].started = false; node[i].running = false; node[i].has_left = false; node[i].term = 0; node[i].ranks = IDLE;
@@ -431,7 +431,7 @@ inline die() {
 #else
 #define HAS_EXPIRED(other) (!node[other].alive || !node[other].peer[i].fresh || node[other].peer[i].unproven)
 #endif
-#ifdef NEW_LINKS_ARE_FRESH  /* although the other may not have heard from us */
+#ifdef NEW_LINKS_ARE_FRESH  /* although the other node may not have heard from us */
 #define IS_FRESH_IF_NEW true
 #else
 #define IS_FRESH_IF_NEW false
@@ -479,7 +479,7 @@ end:
 }
 
 #ifdef CUTS
-/* A cut, for a while: messages from one node to some of the others vanish, in one direction or in both. */
+/* A cut: for a while, messages from one node to some of the other nodes vanish, in one direction or in both. */
 proctype Cable() {
   byte one, some;
 end:

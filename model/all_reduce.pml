@@ -8,10 +8,10 @@
 #include "memory.pml"
 
 #ifndef CHUNKS
-#define CHUNKS 4  /* of the first all_reduce */
+#define CHUNKS 4  /* chunks of the first all_reduce */
 #endif
 #ifndef MORE_CHUNKS
-#define MORE_CHUNKS 2  /* of the second */
+#define MORE_CHUNKS 2  /* chunks of the second all_reduce */
 #endif
 
 /* Chunks count from 1 over all collectives: chunk k is published by the counter value k. */

@@ -1,4 +1,5 @@
-/* A sequence of collectives whose data fits a line or a stage: it is staged before the arrival and read after it. */
+/* A sequence of collectives whose data fits a line or a stage, as in Collectives::exchange(): each rank stages its data
+ * before the arrival, and reads the data of the other ranks after the arrival. */
 #define DATA (LINES * N)
 #include "memory.pml"
 

@@ -32,7 +32,7 @@ check() {  # check NAME EXPECTED [-DSETTING...]
   num_run=$((num_run + 1))
 }
 
-# As the code is.
+# The code as it is.
 check arrival ok -DN=2 -DROUNDS=4
 check arrival ok -DN=3
 check all_reduce ok -DN=2
@@ -40,17 +40,17 @@ check all_reduce ok -DN=3 -DSPINNING
 check exchange ok -DN=2 -DFLOW=0
 check exchange ok -DN=2 -DFLOW=1
 check exchange ok -DN=2 -DFLOW=2
-# As ARM may reorder the stores.
+# With stores reordered, as ARM may do.
 check arrival ok -DN=2 -DROUNDS=4 -DWEAK
 check all_reduce ok -DN=2 -DWEAK
 for flow in 0 1 2; do
   check exchange ok -DN=2 -DFLOW=$flow -DWEAK
 done
-# Nodes that lose each other at any moment, and of which one dies.
+# Nodes that lose each other at any moment; one of them dies.
 check agreement ok -DMEMBERS=2
 check agreement ok -DMEMBERS=3 -DCUTS=0
 if [ "$short" != --short ]; then
-  check agreement ok -DMEMBERS=2 -DNODES=3  # the third is started when one has died
+  check agreement ok -DMEMBERS=2 -DNODES=3  # the third node is started when one of the two has died
   check agreement ok -DMEMBERS=3 -DCUTS=1 -DFOR_EVER  # any cable, in one direction or both, and one death
   check arrival ok -DN=3 -DWEAK
   check all_reduce ok -DN=3 -DSPINNING -DWEAK

@@ -1,11 +1,11 @@
-/* Collectives::exchange_chunks(): every rank stages chunks in a ring of RING slots, one ahead of the chunk that it
- * consumes. FLOW says who needs whose data: 0: all ranks need everybody's; 1: all need the root's (rank 0); 2: only the
- * root needs everybody's. */
+/* Collectives::exchange_chunks(): every rank stages chunks in a ring of RING slots, one chunk ahead of the one that it
+ * consumes. FLOW says which ranks need whose data: 0: all ranks need the data of all ranks; 1: all ranks need the data
+ * of the root (rank 0); 2: only the root needs the data of all ranks. */
 #ifndef RING
 #define RING 6  /* 2 * kSlots */
 #endif
 #ifndef LAG
-#define LAG RING  /* a slot is written once all have consumed the chunk this far back */
+#define LAG RING  /* a slot is reused once all ranks have consumed the chunk this far back */
 #endif
 #ifndef CHUNKS
 #define CHUNKS 8

@@ -3,12 +3,12 @@
  * SPIN interleaves steps as if memory were sequentially consistent. But a processor may store a flag, load something
  * else, and make the store visible only after that load. The protocol must survive this. So a rank's flag store lies in
  * a buffer of one entry until `memory` writes it out, at any later moment; the rank itself sees its store at once. Data
- * is written directly: it may become visible before a flag that was stored earlier, but never after a flag that is
+ * is written directly: data may become visible before a flag that was stored earlier, but never after a flag that is
  * stored later (RELEASE).
  *
- * With WEAK, data also reaches memory late and out of order, as on ARM: it may overtake flags that were stored earlier,
- * and later loads and stores may overtake it. Only RELEASE and the fences enforce an order. x86 itself keeps stores in
- * order, so a missing RELEASE (NO_RELEASE) would do no harm there.
+ * With WEAK, data also reaches memory late and out of order, as on ARM: a store of data may overtake flags that were
+ * stored earlier, and later loads and stores may overtake that store. Only RELEASE and the fences enforce an order. x86
+ * itself keeps stores in order, so a missing RELEASE (NO_RELEASE) would do no harm there.
  */
 #ifndef N
 #define N 2      /* ranks */
@@ -16,7 +16,7 @@
 #ifndef LINES
 #define LINES 2  /* lines and stages of a rank, alternating by the sequence number */
 #endif
-#define DIRTY 255  /* what a slot holds while it is being written */
+#define DIRTY 255  /* content of a slot that is being written */
 
 byte flag[(LINES + 2) * N];
 #define LINE(r, seq)  (r * LINES + (seq) % LINES)
@@ -28,7 +28,7 @@ byte buffered[N];
 byte rings, sleepers;
 byte data[DATA];  /* slots of all ranks; each model defines how many */
 #ifdef WEAK
-byte late_at[N];    /* slot + 1 of the data store that is under way, 0: none is */
+byte late_at[N];    /* slot + 1 of the data store that is under way, 0: no store is */
 byte late[N];
 bool must_lead[N];  /* whether that store came before the buffered flag */
 #endif
@@ -57,7 +57,7 @@ end:
 
 /* A flag as rank `me` sees it. */
 #define seen(i)  (buffered_at[me] == (i) + 1 -> buffered[me] : flag[i])
-/* An atomic read-modify-write and a sequentially consistent fence both wait for what is under way. */
+/* An atomic read-modify-write and a sequentially consistent fence both wait for the stores under way. */
 #ifdef WEAK
 #define DRAINED  (buffered_at[me] == 0 && late_at[me] == 0)
 #define STORE(slot, value) \
@@ -132,8 +132,8 @@ end:
   od
 #endif
 
-/* Collectives::arrive(): like PUBLISH, with a look at the others between the store and the fence. A rank that finds all
- * others here in that look rings if there are sleepers, and waits for nobody. */
+/* Collectives::arrive(): like PUBLISH, with a look at the others between the store and the fence. If that
+ * look finds that all others have arrived, the rank rings if there are sleepers, and does not wait. */
 #define HERE(r)  (seen(LINE(r, seq)) == seq)
 #ifdef SPINNING
 #define ARRIVE \

@@ -1,9 +1,11 @@
-// all_reduce: small messages in one shot; large ones in chunks, of which each rank reduces a part.
+// all_reduce: small messages are reduced in one shot, large ones in chunks. From three ranks on, each rank reduces one
+// part of each chunk. model/all_reduce.pml models Pipeline: a change to the order of its steps needs the same change
+// there.
 //
 // With two ranks, both reduce everything. As many bytes cross between the cores as if each rank reduced one half and
-// fetched the other half, but a chunk needs one wait instead of two. That is 10 to 20 % faster from 1 MiB to 64 MiB.
-// The table compares this algorithm with others that were tried: milliseconds on two cores, for messages of 3.3 and 68
-// MB that each rank has just written:
+// fetched the other half, but a chunk needs one wait instead of two. This is 10 to 20 % faster from 1 MiB to 64 MiB.
+// The table compares this algorithm with others that were tried. Times are in milliseconds on two cores, for messages
+// of 3.3 MB (left) and 68 MB (right) that each rank has just written:
 //
 //     this one                                                                                   0.44    11.5
 //     a local average of two such messages, which exchanges nothing                              0.24     9.7
@@ -15,10 +17,11 @@
 //     each rank gets the means of one half alone (reduce-scatter)                                0.25  7 to 8
 //
 // So large messages move at memory speed, and only exchanging less data would be faster. Reading the peer's memory
-// would save 0.1 ms where messages stay in the caches. But gradients are averaged in place: once a peer has written its
-// result, a rank whose read is refused could no longer fall back to chunks.
+// would save 0.1 ms for messages that stay in the caches. But gradients are averaged in place: once a peer has
+// overwritten its input with its result, a rank whose read is refused could no longer fall back to chunks.
 //
-// A rank reduces in one thread: the two cores of these measurements have no time left for a second thread.
+// Each rank reduces in a single thread: with two ranks on the two cores of these measurements, no core is free for a
+// second thread.
 #include <algorithm>
 
 #include "collectives/collectives.h"
@@ -27,15 +30,15 @@
 namespace phalanx {
 
 /// Reduce-scatter and all-gather of a large message, pipelined (Rabenseifner 2004). chunk: a range of the message;
-/// part: the share of a chunk that one rank reduces; slot: where a rank's copy of a chunk (staging) or its reduced part
-/// (result) lies.
+/// part: the share of a chunk that one rank reduces; slot: the place in a mailbox for a rank's copy of a chunk (staging
+/// slot) or for the part that the rank has reduced (result slot).
 ///
 /// A rank works on three chunks at a time: it stages c + 1, reduces c, and collects c - 1. With three slots of each
-/// kind, no further waiting is needed:
+/// kind, a rank needs no further waits before it overwrites a slot:
 /// - Chunk c + 1 goes into the staging slot of c - 2, whose last readers are the ranks that reduce c - 2. This rank
-///   stages c + 1 after it has collected c - 2, which it did after every rank had reduced c - 2.
+///   stages c + 1 only after it has collected c - 2, and it collects c - 2 only after every rank has reduced c - 2.
 /// - The result of chunk c goes into the result slot of c - 3, whose last readers are the ranks that collect c - 3.
-///   This rank reduces c after every rank has staged c, which each rank does after it has collected c - 3.
+///   This rank reduces c only after every rank has staged c, and each rank stages c only after it has collected c - 3.
 class Collectives::Pipeline {
  public:
   Pipeline(Collectives& group, Items items, ReduceFn reduce, SquaresFn squares)
@@ -45,8 +48,8 @@ class Collectives::Pipeline {
         squares_(squares),
         size_(static_cast<std::size_t>(group.control_.size())),
         me_(static_cast<std::size_t>(group.control_.rank())) {
-    // About a quarter of the message, so that chunks overlap in the pipeline, but at least a page for each rank's part.
-    // The tuning caps both.
+    // A chunk is about a quarter of the message, so that chunks overlap in the pipeline, but has at least a page for
+    // each rank's part. In any case, it is at most `tuning.chunk_bytes` and kSlotBytes.
     const std::size_t chunk_bytes =
         std::min(group.tuning.chunk_bytes, std::max(align_up(items.bytes() / 4, kPage), kPage * size_));
     chunk_items_ = std::min(chunk_bytes, kSlotBytes) / items.item_bytes;
@@ -126,7 +129,7 @@ class Collectives::Pipeline {
   void collect(std::uint64_t c) {
     const std::size_t item = items_.item_bytes;
     for (std::size_t i = 0; i < size_; ++i) {
-      const std::size_t r = (me_ + i) % size_;  // start at different peers
+      const std::size_t r = (me_ + i) % size_;  // each rank starts with a different part
       const Part theirs = part_of(r, c);
       visit(c, theirs, [&](const Piece& piece, std::size_t offset, std::size_t done, std::size_t m) {
         copy_bytes(at(piece.out, offset), result(r, c) + (theirs.first + done) * item, m * item);
@@ -180,7 +183,8 @@ double Collectives::all_reduce(const Context& context, std::span<const Piece> pi
     ensure_mailboxes(wait);
     return Pipeline(*this, items, reduction.apply, squares).run(wait);
   }
-  // Two ranks: each stages all of its message for the other, and both reduce all of it; see the head of this file.
+  // With two ranks, each stages its whole message for the other, and both reduce the whole message; see the head of
+  // this file.
   exchange_chunks(wait, Flow::kEverybody, {1, bytes, item}, stage, consume);
   return sum;
 }

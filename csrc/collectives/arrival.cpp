@@ -1,6 +1,9 @@
-// How the ranks of a collective meet: each publishes its call and waits for everyone else's. Ranks then compare the
-// calls, and know that the previous collective is over everywhere. The mailboxes and the chunk counters are in this
-// file, too.
+// How the ranks of a collective meet: each rank publishes its call, waits until all ranks have published theirs, and
+// compares the calls. From then on, the rank knows that every rank has left the previous collective. This file also
+// makes the mailboxes and publishes the counters of chunks.
+//
+// model/memory.pml models arrive() and publish(), and model/arrival.pml a series of arrivals: a change here needs the
+// same change there.
 #include <algorithm>
 #include <chrono>
 #include <new>
@@ -17,7 +20,7 @@ Wait Collectives::begin(const Context& context, const Call& call) {
   return wait;
 }
 
-/// Where rank `r` puts `bytes` for its peers before it arrives.
+/// Returns where rank `r` puts a message of `bytes` bytes for its peers before it arrives.
 std::byte* Collectives::area(int r, std::size_t bytes) {
   return bytes <= kInlineBytes ? control_.line(r, seq_).payload : control_.stage(r, seq_);
 }
@@ -36,9 +39,9 @@ void Collectives::arrive(Wait& wait) {
     while (num_here < control_.size() && !missing(num_here)) ++num_here;
     return num_here == control_.size();
   };
-  // The first all_here() comes before the fence in has_sleepers(). The fence waits until the peers can see this rank's
-  // store; the last rank to arrive uses that time to fetch the lines of its peers. Only a rank that finds everybody
-  // here wakes the sleepers, and the fence guarantees that at least one rank does.
+  // Only a rank that finds that all ranks have arrived wakes the sleepers, and the fence in has_sleepers() guarantees
+  // that at least one rank finds this. The first all_here() comes before that fence to save time: the fence waits until
+  // the peers can see this rank's store, and meanwhile the last rank to arrive already fetches the lines of its peers.
   const bool is_last = all_here();
   if (has_sleepers(control_.header().bell) && all_here()) ring(control_.header().bell);
   arrival_wait_s_ = 0;
@@ -52,7 +55,7 @@ void Collectives::arrive(Wait& wait) {
   if (compares_calls) compare_calls(wait);
 }
 
-/// Costs little: the lines are in the cache, because their `seq` was just read.
+/// Compares the calls of all ranks. This costs little: the lines are in the cache, because their `seq` was just read.
 void Collectives::compare_calls(Wait& wait) {
   for (int r = 0; r < control_.size(); ++r)
     if (control_.call_differs(r, seq_)) control_.mismatch(wait);
@@ -109,7 +112,7 @@ void Collectives::ensure_mailboxes(Wait& wait) {
   const std::uint64_t made = offset.load(std::memory_order_acquire);
   if (made == kNoMemory) throw no_memory(why);
   try {
-    const std::size_t own = 2 * kSlots * kSlotBytes;  // rank 0 allocated the pages, on its own NUMA node
+    const std::size_t own = 2 * kSlots * kSlotBytes;  // rank 0 allocated all pages on its own NUMA node
     control_.segment().bring_near(made + static_cast<std::size_t>(control_.rank()) * own, own, control_.header().node);
     mailboxes_ = control_.segment().map(made, bytes);
   } catch (const std::bad_alloc&) {
@@ -119,7 +122,8 @@ void Collectives::ensure_mailboxes(Wait& wait) {
   }
 }
 
-/// If all ranks wait for all, only the last to publish wakes the sleepers; otherwise every publisher does.
+/// If every rank waits for all ranks, only the last rank to publish wakes the sleepers; otherwise every rank that
+/// publishes wakes them.
 void Collectives::publish(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value, bool all_wait_for_all) {
   (control_.progress(control_.rank()).*counter).store(value, std::memory_order_release);  // pairs with await_all()
   if (!has_sleepers(control_.header().bell)) return;

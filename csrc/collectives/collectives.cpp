@@ -8,8 +8,8 @@
 namespace phalanx {
 namespace {
 
-/// Returns the call without a count. The counts of its blocks are compared one by one, so that the error can name the
-/// one that differs.
+/// Returns the call without its count, marked as a call with a count for each block. Those counts are compared one by
+/// one, so that the error can name the count that differs.
 Call with_counts(Call call) {
   call.count = 0;
   call.flags = 1;
@@ -138,7 +138,8 @@ void Collectives::all_to_all_split(const Context& context, std::span<const void*
     take(r, outs[r], out_counts[r] * item);
   }
   Wait wait = begin(context, with_counts(make_call(Op::kAllToAll, items)));
-  // Each rank shows how much it sends to and expects from every peer, so that all ranks can check all pairs.
+  // Each rank publishes how much it sends to each peer and how much it expects from each, so that every rank can check
+  // all pairs of ranks.
   std::copy(in_counts.begin(), in_counts.end(), table(me));
   std::copy(out_counts.begin(), out_counts.end(), table(me) + n);
   offer();

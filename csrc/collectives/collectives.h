@@ -1,8 +1,9 @@
-// The collective operations of one group. They are not thread-safe: Worker runs one at a time.
+// The collective operations of one group. Not thread-safe: Worker runs one operation at a time.
 //
-// The sizes in Tuning come from measurements with two and four ranks: one-shot to 64 KiB, chunks of 64 KiB. With four
-// ranks, larger chunks gain 5 to 10 %; with two, they lose as much. PHALANX_ONE_SHOT_BYTES and PHALANX_CHUNK_BYTES
-// change them; `python -m bench` measures.
+// The default sizes in Tuning come from measurements with two and four ranks: messages of up to 64 KiB go in one shot,
+// larger ones in chunks of 64 KiB. With four ranks, larger chunks are 5 to 10 % faster; with two ranks, they are slower
+// by as much. The environment variables PHALANX_ONE_SHOT_BYTES and PHALANX_CHUNK_BYTES override these sizes. Measure
+// with `python -m bench`.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +15,7 @@
 
 namespace phalanx {
 
-/// The context of one call: who waits, and for how long at most.
+/// The context of one call: the hooks of the thread that waits, and how long it waits at most.
 struct Context {
   Hooks* hooks;
   double timeout_s = 0;  // 0: the group's timeout
@@ -27,9 +28,9 @@ struct Reduction {
 
 /// Message sizes at which the algorithms change.
 struct Tuning {
-  std::size_t one_shot_bytes = kStageBytes;  // all_reduce: up to this, all ranks read all messages; at most kStageBytes
-  std::size_t chunk_bytes = kSlotBytes;      // pipelined chunks, at most kSlotBytes
-  std::size_t direct_bytes = 32 * 1024;      // from this size on, peers' blocks are read in place, where permitted
+  std::size_t one_shot_bytes = kStageBytes;  // all_reduce: one shot up to this size; at most kStageBytes
+  std::size_t chunk_bytes = kSlotBytes;      // size of the chunks of larger messages; at most kSlotBytes
+  std::size_t direct_bytes = 32 * 1024;      // from this size on, blocks are read from peers' memory, if permitted
 };
 
 /// The number of elements in each rank's block; empty if all blocks have the same size.
@@ -40,7 +41,7 @@ class Collectives {
   explicit Collectives(ControlBlock& control) : control_(control) {}
 
   Tuning tuning;
-  bool records = true;         // false if each call is a step of a larger operation, which has its own event
+  bool records = true;         // false if each call is a step of a larger operation that records an event itself
   bool compares_calls = true;  // false only to measure the cost of the comparison; must be the same on every rank
   std::uint32_t seq() const { return seq_; }
   /// How long the last collective waited for the arrival of all ranks.
@@ -53,20 +54,20 @@ class Collectives {
     const Piece piece{in, out, items.count};
     all_reduce(context, {&piece, 1}, items, reduction);
   }
-  /// `items` counts the elements of all pieces together. With `squares`, returns the sum of squares of the result. It
-  /// has the same bits on all ranks that cut the message into the same pieces.
+  /// `items` counts the elements of all pieces together. With `squares`, returns the sum of squares of the result. The
+  /// sum has the same bits on all ranks that cut the message into the same pieces.
   double all_reduce(const Context& context, std::span<const Piece> pieces, Items items, Reduction reduction,
                     SquaresFn squares = nullptr);
   void reduce(const Context& context, const void* in, void* out, Items items, Reduction reduction, int root);
-  /// `ins[j]` is this rank's input for the block that rank j receives; it has `items`, or `counts[j]` elements of that
-  /// dtype. All ranks must pass the same counts.
+  /// `ins[j]` is this rank's input for the block that rank j receives. The block has `items.count` elements or, if
+  /// `counts` is not empty, `counts[j]`. All ranks must pass the same counts.
   void reduce_scatter(const Context& context, std::span<const void* const> ins, void* out, Items items,
                       Reduction reduction, Counts counts = {});
-  /// The block of rank j goes to `outs[j]`; it has `items`, or `counts[j]` elements of that dtype. All ranks must pass
-  /// the same counts.
+  /// The block of rank j goes to `outs[j]`. The block has `items.count` elements or, if `counts` is not empty,
+  /// `counts[j]`. All ranks must pass the same counts.
   void all_gather(const Context& context, const void* in, std::span<void* const> outs, Items items,
                   Counts counts = {});
-  /// As all_gather, but only the root receives.
+  /// Like all_gather, but only the root receives.
   void gather(const Context& context, const void* in, std::span<void* const> outs, Items items, int root);
   void scatter(const Context& context, std::span<const void* const> ins, void* out, Items items, int root);
   void all_to_all(const Context& context, std::span<const void* const> ins, std::span<void* const> outs, Items items);
@@ -80,7 +81,8 @@ class Collectives {
   /// Who needs whose data: all ranks need everyone's, all ranks need the root's, or only the root needs everyone's.
   enum class Flow { kEverybody, kFromRoot, kToRoot };
 
-  /// The blocks that every rank stages for its peers: `num` blocks of `bytes`, with elements of `item_bytes`.
+  /// The blocks that every rank stages for its peers: `num` blocks of `bytes` bytes each, whose elements have
+  /// `item_bytes` bytes.
   struct Blocks {
     std::size_t num, bytes, item_bytes;
     std::size_t total() const { return num * bytes; }
@@ -121,10 +123,10 @@ class Collectives {
   ControlBlock& control_;
   std::uint32_t seq_ = 0;
   double arrival_wait_s_ = 0;
-  std::uint64_t chunks_ = 0;  // chunks of all pipelined collectives so far: the base of the progress counters
+  std::uint64_t chunks_ = 0;  // number of chunks so far, from which the counters in Progress continue
   Mapping mailboxes_;
   std::vector<const void*> sources_;
-  Pieces pieces_;  // pieces of the all_reduce in progress
+  Pieces pieces_;  // the pieces of the all_reduce in progress
   std::vector<std::span<const std::byte>> gives_;
   std::vector<std::span<std::byte>> takes_;
   bool has_offered_ = false;

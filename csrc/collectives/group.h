@@ -17,8 +17,9 @@ namespace phalanx {
 
 class Group {
  public:
-  /// Make this process rank `config.rank` of the group at `offset`. A child forked later leaks its copy: it has neither
-  /// the threads nor the membership, and destroying a condition variable that a vanished thread waits for would hang.
+  /// Make this process rank `config.rank` of the group at `offset`. A child that is forked later never destroys its
+  /// copy of the group: the child has neither the group's threads nor its membership, and destroying a condition
+  /// variable that a vanished thread waits on would hang.
   static std::shared_ptr<Group> make(std::shared_ptr<Segment> segment, std::uint64_t offset, GroupConfig config) {
     return std::shared_ptr<Group>(new Group(std::move(segment), offset, std::move(config)), [](Group* group) {
       if (!group->control().forked()) delete group;
@@ -33,8 +34,8 @@ class Group {
   Collectives& collectives() { return collectives_; }
   Worker& worker() { return worker_; }
 
-  /// Count a collective when it is called, because an asynchronous one may begin later, and at another time on each
-  /// rank. The caller holds the GIL.
+  /// Count a collective when it is called, not when it begins: an asynchronous collective may begin later, and at a
+  /// different point of the script on each rank. The caller holds the GIL.
   void note_issued() { ++issued_; }
   std::uint64_t issued() const { return issued_; }
 
@@ -43,11 +44,11 @@ class Group {
     if (!control_.forked()) control_.abort(why);
   }
 
-  /// Leave the group: finish what is queued (briefly), tell the peers, stop the threads. Idempotent. `why`: the error
-  /// because of which this rank leaves. With an error, queued operations are not finished, and the peers learn of the
-  /// error.
+  /// Leave the group: wait at most a second for the queued operations, tell the peers, and stop the threads. A second
+  /// call changes nothing. `why`: the error that makes this rank leave; empty if there is none. After an error, the
+  /// queued operations are not waited for, and the peers learn of the error.
   void leave(const std::string& why = "") {
-    if (control_.forked()) return;  // the parent is the rank, and has the threads
+    if (control_.forked()) return;  // the parent, not this child, is the rank and has the threads
     if (left_.exchange(true, std::memory_order_acq_rel)) return;  // this thread or another has left already
     constexpr double kDrainSeconds = 1;
     // In a signal handler, the operation that the signal interrupted cannot finish.

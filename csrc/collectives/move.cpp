@@ -1,12 +1,13 @@
-// Collectives that only move data (broadcast, all_gather, gather, scatter, all_to_all). Each is described by what a
-// rank gives to each rank and takes from each rank. Small blocks go through the stages.
+// Collectives that only move data (broadcast, all_gather, gather, scatter, all_to_all). Each collective is described by
+// what a rank gives to each rank and what it takes from each rank. Small blocks go through the stages.
 //
 // Blocks of 32 KiB and more are read straight from the memory of the rank that gives them, so they are copied once
-// instead of twice. Before the ranks meet, each rank publishes the addresses of its blocks; its peers copy from there
-// with process_vm_readv. No rank returns before all have read. If one rank could not read (another pid namespace, a
-// seccomp filter, Yama's ptrace_scope, memory of a device, a call in place), all ranks learn so at that point, and the
-// blocks go in chunks instead. A rank that is interrupted publishes the group's failure before it touches its memory
-// again. So after reading, each rank checks for a failure.
+// instead of twice. Before the ranks meet, each rank publishes the addresses of its blocks; its peers copy the blocks
+// from those addresses with process_vm_readv. No rank returns before all ranks have read. If one rank could not read
+// (another pid namespace, a seccomp filter, Yama's ptrace_scope, memory of a device, a call in place), all ranks learn
+// of it at that point, and the blocks go in chunks instead. An interrupted rank leaves the collective early, and may
+// change a block while a peer still reads it. But the interrupted rank publishes the group's failure first, so each
+// rank checks for a failure after it has read.
 #include <sys/uio.h>
 
 #include <algorithm>
@@ -18,7 +19,8 @@
 namespace phalanx {
 namespace {
 
-/// Whether a rank could read its peers' memory. The rank tells its peers in the payload of its line.
+/// Whether a rank could read its peers' memory. Each rank publishes this in the payload of its line. kFaulted: these
+/// blocks could not be read; kDenied: the system refuses all reads, so the group does not try again.
 enum class Reading : std::uint8_t { kDone, kFaulted, kDenied };
 
 /// Copies from another process. Returns 0 or an errno. Source: process_vm_readv(2), Linux 3.2.
@@ -71,8 +73,8 @@ bool Collectives::is_direct(Blocks blocks) const {
   return reads_peers_ && control_.size() > 1 && blocks.bytes >= tuning.direct_bytes;
 }
 
-/// Writes the address of each peer's block into this rank's stage, after the counts (up to two for each rank). A rank
-/// that works in place makes no offer: it could overwrite a block before the peer has read it.
+/// Writes the address of the block for each peer into this rank's stage, after the counts (up to two for each rank). A
+/// rank that works in place makes no offer: it could overwrite a block before the peer has read it.
 void Collectives::offer() {
   static_assert(3 * kMaxRanks * sizeof(std::uint64_t) <= kStageBytes);
   const int n = control_.size(), me = control_.rank();
@@ -83,20 +85,20 @@ void Collectives::offer() {
   }
 }
 
-/// Copies each block straight from the memory of the rank that gives it. Returns false on all ranks if one of them
-/// could not; the blocks that the ranks give are then still unchanged.
+/// Copies each block straight from the memory of the rank that gives it. If one rank could not do so, returns false on
+/// all ranks; the blocks that the ranks give are then still unchanged.
 bool Collectives::read_peers(Wait& wait) {
   const int n = control_.size(), me = control_.rank();
   Reading own = has_offered_ ? Reading::kDone : Reading::kFaulted;
   for (int i = 1; i < n && own == Reading::kDone; ++i) {
-    const int error = read_peer(wait, (me + i) % n);  // start at different peers
+    const int error = read_peer(wait, (me + i) % n);  // each rank starts with a different peer
     if (error != 0) own = error == EFAULT ? Reading::kFaulted : Reading::kDenied;
   }
   control_.line(me, seq_).payload[0] = static_cast<std::byte>(own);
   publish(&Progress::consumed, ++chunks_, true);  // publishes the payload
   take_own();
   await_all(wait, &Progress::consumed, chunks_);
-  control_.require_in_order(wait);  // a peer that left meanwhile may have changed its block before it was read
+  control_.require_in_order(wait);  // a peer that left meanwhile may have changed its block before this rank read it
   bool are_done = true;
   for (int r = 0; r < n; ++r) {
     const auto theirs = static_cast<Reading>(control_.line(r, seq_).payload[0]);

@@ -1,4 +1,4 @@
-// A message whose elements lie in several places, such as the gradients of an average_coalesced.
+// A message whose elements lie in several places in memory, such as the gradients that average_coalesced averages.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace phalanx {
 
-/// `count` elements in memory, of `item_bytes` each.
+/// `count` elements in memory, of `item_bytes` bytes each.
 struct Items {
   std::uint8_t dtype;
   std::size_t item_bytes;
@@ -21,7 +21,7 @@ struct Piece {
   const void* in;
   void* out;  // may be `in`
   std::size_t count;
-  bool squared = true;  // whether it counts in the sum of squares
+  bool squared = true;  // whether the piece counts in the sum of squares
 };
 
 /// The pieces of a message, in the order of its elements.

@@ -31,8 +31,8 @@ enum class Level { kBaseline, kV3, kV4 };
 
 #if defined(PHALANX_X86_VARIANTS)
 /// Returns the highest x86-64 level that the processor offers and whose registers the system saves when it switches
-/// tasks. __builtin_cpu_supports() is of no use here: it reads a table that zig's runtime library leaves empty. Source:
-/// Intel's manual, CPUID and XGETBV; the x86-64 psABI, section 3.1.1.
+/// tasks. __builtin_cpu_supports() is of no use here: it reads a table that the runtime library of zig, which builds
+/// the wheels, leaves empty. Source: Intel's manual, CPUID and XGETBV; the x86-64 psABI, section 3.1.1.
 Level detect() {
   constexpr unsigned kV3Leaf1 = bit_FMA | bit_MOVBE | bit_OSXSAVE | bit_AVX | bit_F16C;
   constexpr unsigned kV3Leaf7 = bit_BMI | bit_AVX2 | bit_BMI2;

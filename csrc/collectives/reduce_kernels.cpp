@@ -1,17 +1,17 @@
 // Compiled once per instruction set (see CMakeLists.txt), into the namespace that PHALANX_SIMD names. Only reductions
-// and digests have variants (x86-64, v3, v4); at run time, the one that fits the processor is chosen. All other code
-// may use the baseline only.
+// and digests have variants (x86-64, v3, v4); at run time, the variant that fits the processor is chosen. All other
+// code may use the baseline only.
 //
 // Everything lives in an unnamed namespace and uses only builtin types. If this file used an inline function of a
-// standard header, the linker would merge it with its copies in other objects, and might keep the copy with the newest
-// instructions.
+// standard header, the linker would merge the copies of that function in all objects, and might keep the copy with the
+// newest instructions, which older processors can't execute.
 #include "collectives/reduce.h"
 
 #if defined(__F16C__) && defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
-// An output that is one of the inputs overlaps it exactly, element for element, so no iteration depends on another.
+// If the output is one of the inputs, the two overlap exactly, element for element, so no iteration depends on another.
 #if defined(__clang__)
 #define PHALANX_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -45,13 +45,13 @@ inline void narrow(float x, bf16& out) {
   out.raw = static_cast<u16>((b & 0x7fffffff) > 0x7f800000 ? (b >> 16) | 0x40 : rounded);
 }
 
-// Branch-free half conversions for processors without F16C, exact for subnormals, infinities and NaN.
+// Branch-free conversions of f16 for processors without F16C; exact for subnormals, infinities and NaN.
 inline float widen(f16 x) {
   const u32 sign = static_cast<u32>(x.raw & 0x8000) << 16;
   const u32 magnitude = static_cast<u32>(x.raw & 0x7fff) << 13;
   const u32 exponent = magnitude & 0x0f800000;
   const u32 normal = magnitude + 0x38000000;                      // rebias 15 -> 127
-  const u32 infinite = magnitude + 0x70000000;                    // keep all ones
+  const u32 infinite = magnitude + 0x70000000;                    // keep an exponent of all ones
   const u32 small = bits<u32>(bits<float>(magnitude + 0x38800000) - bits<float>(0x38800000u));
   const u32 value = exponent == 0x0f800000 ? infinite : exponent == 0 ? small : normal;
   return bits<float>(value | sign);
@@ -123,7 +123,7 @@ struct Sum {
 struct Product {
   template <class T> static T apply(T a, T b) {
     if constexpr (is_integer<T>) {
-      // u64: two u16 would be promoted to int, and their product might overflow it.
+      // u64: two u16 would be promoted to int, and their product might overflow an int.
       return static_cast<T>(static_cast<u64>(a) * static_cast<u64>(b));
     } else {
       return a * b;
@@ -133,7 +133,7 @@ struct Product {
     return {rounded(a.re * b.re) - rounded(a.im * b.im), rounded(a.re * b.im) + rounded(a.im * b.re)};
   }
 };
-// NaN wins, as in torch.minimum and torch.maximum.
+// If either operand is NaN, so is the result, as in torch.minimum and torch.maximum.
 struct Min {
   template <class T> static T apply(T a, T b) { return (a < b || a != a) ? a : b; }
 };
@@ -144,7 +144,7 @@ struct And { template <class T> static T apply(T a, T b) { return static_cast<T>
 struct Or { template <class T> static T apply(T a, T b) { return static_cast<T>(a | b); } };
 struct Xor { template <class T> static T apply(T a, T b) { return static_cast<T>(a ^ b); } };
 
-// Finishing steps after the last input.
+// Steps that turn the accumulated value into the result, after the last input.
 struct Keep {
   explicit Keep(int) {}
   template <class T> T operator()(T x) const { return x; }
@@ -166,7 +166,7 @@ template <class T, template <class> class Step> struct OnParts {
   Complex<T> operator()(Complex<T> x) const { return {step(x.re), step(x.im)}; }
 };
 
-constexpr std::size_t kBlock = 1024;  // elements accumulated at a time: they stay in the first-level cache
+constexpr std::size_t kBlock = 1024;  // elements accumulated at a time: few enough to stay in the first-level cache
 
 template <class T, class Wide>
 inline void load_block(Wide* acc, const T* src, std::size_t m) {
@@ -208,7 +208,7 @@ inline void add_block(float* acc, const f16* src, std::size_t m) {
 }
 #endif
 
-/// Two inputs of a type that is its own accumulator: the usual case, which needs no block of accumulators.
+/// Reduces two inputs of a type that is its own accumulator: the usual case, which needs no block of accumulators.
 template <class T, class OpT, class Finish>
 void reduce_pair(T* dst, const T* a, const T* b, std::size_t count, const Finish& finish) {
   PHALANX_INDEPENDENT
@@ -257,7 +257,8 @@ void average_complex(void* dst, const void* const* srcs, int n, std::size_t coun
 }
 template <bool Signed> struct Widest { using type = std::int64_t; using twice = __int128; };
 template <> struct Widest<false> { using type = u64; using twice = unsigned __int128; };
-/// The exact average, truncated towards zero. Integers are summed in 64 bits, and again in 128 bits if that overflows.
+/// The exact average, truncated towards zero. Integers are summed in 64 bits, and again in 128 bits if the sum
+/// overflows.
 template <class T>
 void average_integer(void* dst_raw, const void* const* srcs, int n, std::size_t count) {
   T* dst = static_cast<T*>(dst_raw);

@@ -1,4 +1,4 @@
-// An operation in flight: whether it is done, whether it failed, and whom to notify.
+// An operation in flight: whether it is done, whether it failed, and which listeners to notify.
 #pragma once
 
 #include <atomic>
@@ -25,8 +25,8 @@ class Work {
   std::exception_ptr error() const { return error_; }  // valid once done
   Op op() const { return op_; }
 
-  /// Throw if the operation is not done and this thread can never see it done, as in a forked child. Call this before
-  /// taking any lock.
+  /// Throw if the operation is not done and a wait for it in this thread would never end, as in a forked child. Call
+  /// this before taking any lock.
   virtual void require_reachable() const {
     if (!done()) control_.require_own_process(op_);
   }
@@ -45,7 +45,7 @@ class Work {
  protected:
   void finish(std::exception_ptr error) {
     error_ = std::move(error);
-    // RELEASE publishes the result and pairs with done(); ACQUIRE shows what notify() left.
+    // RELEASE publishes the result; pairs with done(). ACQUIRE shows the listeners that notify() published.
     for (Listener* one = listeners_.exchange(&over_, std::memory_order_acq_rel); one != nullptr;) {
       one->then();
       delete std::exchange(one, one->next);

@@ -10,8 +10,8 @@ namespace {
 using namespace std::chrono_literals;
 constexpr auto kLook = 50ms;  // how often a waiting thread checks signals, the group and the clock
 
-/// Hooks of a queued operation. Its call site was found when it was queued. Signals are handled only while a caller runs
-/// the operation: the native thread handles none.
+/// Hooks of a queued operation. The call site was found when the operation was queued. Signals are handled only if a
+/// caller's thread runs the operation: the native thread handles none.
 class WorkHooks : public Hooks {
  public:
   explicit WorkHooks(const std::string& site, Hooks* caller = nullptr) : site_(site), caller_(caller) {}
@@ -73,15 +73,16 @@ void Worker::run_in_turn(Op op, double timeout_s, Hooks& hooks, const std::funct
   try {
     wait(work, hooks, 0);
   } catch (...) {
-    control_.abort("a signal interrupted it");
-    Hooks no_hooks;  // the operation refers to this frame, so wait until it is done
+    control_.abort("a signal interrupted a collective");
+    Hooks no_hooks;  // the operation refers to objects of this frame, so wait until the operation is done
     await(*work, no_hooks, 0);
     throw;
   }
   if (work->error()) std::rethrow_exception(work->error());
 }
 
-/// Wait until no other thread is in a collective. A rank that gives up here has missed a collective, so the group ends.
+/// Wait until no other thread is in a collective. If this wait fails, the rank has missed a collective, so the group
+/// ends.
 void Worker::take_turn(Op op, double timeout_s, Hooks& hooks) {
   const double limit_s = timeout_s > 0 ? timeout_s : control_.timeout_s();
   unsigned num_given = turn_.num_given();
@@ -97,7 +98,7 @@ void Worker::take_turn(Op op, double timeout_s, Hooks& hooks) {
     }
     if (const auto cause = control_.ended_by()) throw Failure(*cause);
     control_.require_usable(op);
-    if (turn_.num_given() != num_given) {  // the others make progress
+    if (turn_.num_given() != num_given) {  // other threads are making progress
       num_given = turn_.num_given();
       deadline = Clock::now() + from_seconds(limit_s);
     }
@@ -108,8 +109,8 @@ void Worker::take_turn(Op op, double timeout_s, Hooks& hooks) {
   }
 }
 
-/// Runs an operation that has waited. If the group ended meanwhile, the operation fails with the group's failure,
-/// because its caller made no mistake.
+/// Runs an operation that had to wait before it could begin. If the group ended meanwhile, the operation fails with the
+/// failure that ended the group, not with kUnusable: its caller made no mistake.
 void Worker::run_queued(const std::function<void(Hooks&)>& body, Hooks& hooks) {
   try {
     body(hooks);
@@ -138,8 +139,9 @@ std::shared_ptr<CollectiveWork> Worker::submit(Op op, std::function<void(Hooks&)
 bool Worker::wait(const std::shared_ptr<CollectiveWork>& work, Hooks& hooks, double timeout_s) {
   if (work->done()) return true;
   work->require_reachable();
-  // The native thread is probably still waking up, which takes longer than most operations, so this thread runs the
-  // operation. If the wait has a timeout, the native thread runs it, because a thread has to finish what it begins.
+  // Without a timeout, this thread runs the operation: the native thread is probably still waking up, which takes
+  // longer than most operations. With a timeout, this thread leaves the operation to the native thread, because a
+  // thread has to finish an operation that it has begun, and could not return at the timeout.
   if (timeout_s <= 0 && run_if_next(work, hooks)) return true;
   if (control_.spins() &&
       spin(Clock::now() + from_seconds(control_.config().spin_us * 1e-6), [&] { return work->done(); }, [] { return false; }))
@@ -215,8 +217,8 @@ void Worker::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-/// Takes the next operation from the queue. Returns null if there is none, or if it is not `wanted` (null: any will
-/// do).
+/// Takes the next operation from the queue. Returns null if the queue is empty, or if the next operation is not
+/// `wanted` (a null `wanted` accepts any).
 std::shared_ptr<CollectiveWork> Worker::take_next(const CollectiveWork* wanted) {
   std::lock_guard lock(mutex_);
   if (queue_.empty() || (wanted != nullptr && queue_.front().get() != wanted)) return nullptr;
@@ -234,7 +236,8 @@ void Worker::run() {
       queued_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
       if (queue_.empty()) return;
     }
-    // If the group has ended, this thread may never get its turn, for example if a signal handler destroyed the group.
+    // Stop waiting for the turn once the group has ended: if a signal handler destroyed the group, the collective that
+    // the signal interrupted keeps the turn until this thread has ended.
     const auto futile = [&] { return num_queued_.load(std::memory_order_relaxed) == 0; };
     bool has_turn = false;
     while (!has_turn && !futile() && !control_.ended()) has_turn = turn_.take_within(kLook, futile);

@@ -30,7 +30,7 @@ class CollectiveWork : public Work {
  public:
   CollectiveWork(ControlBlock& control, Worker& worker, Op op, std::function<void(Hooks&)> body, std::string site);
   /// Also throws in a signal handler that interrupted a collective of the same group: this operation would have to wait
-  /// for that collective, which can't continue.
+  /// for that collective, which can't continue until the handler returns.
   void require_reachable() const override;
 
  private:
@@ -45,9 +45,9 @@ class Worker {
   explicit Worker(ControlBlock& control) : control_(control) {}
   ~Worker() { stop(); }
 
-  /// Run `body`, and return when it is done. If no earlier operation is pending, it runs in the calling thread;
-  /// otherwise it waits in the queue for its turn. `timeout_s`: how long to wait for another thread's collective to end
-  /// (0: the group's timeout).
+  /// Run `body`, and return when it is done. If no earlier operation is pending, `body` runs in the calling thread;
+  /// otherwise `body` waits in the queue for its turn. `timeout_s`: how long to wait for another thread's collective to
+  /// end (0: the group's timeout).
   template <class Body>
   void run(Op op, double timeout_s, Hooks& hooks, Body&& body) {
     control_.require_usable(op);
@@ -59,20 +59,20 @@ class Worker {
     run_in_turn(op, timeout_s, hooks, body);
   }
   std::shared_ptr<CollectiveWork> submit(Op op, std::function<void(Hooks&)> body, std::string site);
-  /// Wait for an operation, at most `timeout_s` (0: until the operation's own deadline ends it). Returns whether it is
-  /// done. Without a timeout, runs the operation in the calling thread if it is next in the queue. Does not throw the
-  /// operation's failure.
+  /// Wait for an operation, at most `timeout_s` (0: until the operation's own deadline ends it). Returns whether the
+  /// operation is done. Without a timeout, runs the operation in the calling thread if it is next in the queue. Does
+  /// not throw the operation's failure.
   bool wait(const std::shared_ptr<CollectiveWork>& work, Hooks& hooks, double timeout_s);
   /// True if no operation is queued or running.
   bool idle() const { return num_pending_.load(std::memory_order_acquire) == 0; }
-  /// True if this thread is inside a collective or waits for one. A signal handler calls this to learn whether it
-  /// interrupted one.
+  /// True if this thread is inside a collective or waits for one. A signal handler calls this to learn whether it has
+  /// interrupted a collective or such a wait.
   bool interrupted() const;
   /// The failure to throw in a signal handler that calls or awaits `op` while its thread is inside a collective.
   Failure inside_another(FailureKind kind, Op op, std::string site) const;
   /// Wait until idle, at most `timeout_s`.
   bool drain(double timeout_s);
-  /// End the thread after the queued operations; the group must have ended.
+  /// End the native thread. The group must have ended before this call, so operations that are still queued fail.
   void stop();
 
  private:

@@ -19,7 +19,8 @@ inline const char* op_name(Op op) {
   return kNames[static_cast<std::size_t>(op)];
 }
 
-/// The facts on which all ranks of a collective must agree. They travel in the Line that peers wait for.
+/// The facts on which all ranks of a collective must agree. A rank publishes these facts in its Line, which its peers
+/// wait for.
 struct Call {
   Op op = Op::kNone;
   std::uint8_t dtype = 0;      // index into Python's list of names

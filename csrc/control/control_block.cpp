@@ -1,4 +1,4 @@
-// Lays out a group's control block. Here a rank joins the group and leaves it, and here the group is aborted.
+// Lays out a group's control block. Also joins a group, leaves it and aborts it.
 #include "control/control_block.h"
 
 #include <pthread.h>
@@ -28,17 +28,17 @@ Offsets offsets_of(std::size_t n) {
   return o;
 }
 
-// The control blocks of all groups of this process. A rank that waits in one group says so in all of them, so that a
-// peer that waits for it in another group can show its user why. Leaked, because native threads still run while the
-// process destroys its statics.
+// The control blocks of all groups of this process. A rank that waits in one group says so in the control blocks of all
+// its groups: a peer that waits for this rank in another group can then show the reason. The object is leaked, because
+// native threads may still use it while the process destroys its statics.
 struct ControlBlocks {
   std::mutex mutex;
   std::set<ControlBlock*> all;
 };
 ControlBlocks& g_control_blocks = *new ControlBlocks;
 
-// Number of forks that led to this process. A group compares it with the number at its creation to learn whether it was
-// forked since, which is cheaper than getpid().
+// Number of forks that led to this process. A group compares this number with the number at its creation to learn
+// whether the process is a child that was forked since. This is cheaper than getpid().
 std::atomic<int> g_forks{0};
 const int g_fork_handler = pthread_atfork(
     [] { g_control_blocks.mutex.lock(); },  // otherwise the child might find the list half changed by another thread
@@ -157,7 +157,7 @@ void ControlBlock::say_here(const std::string& text) {
   members_[rank()].site.write(text);
 }
 
-/// Writes `text`, which tells where this rank waits, into the control blocks of all groups in this segment.
+/// Writes `text`, which says where this rank waits, into the control blocks of all groups in this segment.
 void ControlBlock::say_everywhere(const std::string& text) {
   std::lock_guard lock(g_control_blocks.mutex);
   for (ControlBlock* control : g_control_blocks.all)

@@ -1,15 +1,16 @@
-// A group's control block in shared memory: membership, arrival, liveness, and the wait that watches them all.
+// A group's control block in shared memory: membership, arrival and liveness of its ranks, and the wait that checks all
+// of these. model/memory.pml models await(): a change to it needs the same change there.
 //
 // Every wait ends: when its condition holds, when a peer dies (checked every 2 to 50 ms), on a mismatch, when a peer
 // has published a failure here, on Ctrl-C, or at the deadline. The first rank that knows of a failure publishes it: its
 // kind, the rank at fault (the culprit) and the rank that reports it. So all survivors name the same culprit, although
-// other ranks may die as a consequence. Each rank adds what it sees itself. After a group has ended, every later call
-// fails and says so.
+// other ranks may die as a consequence. Each survivor adds what it has observed itself. After a group has ended, every
+// later call fails with an error that says so.
 //
-// After 10 s (PHALANX_STALL_S), a waiting rank prints who is missing and where each rank stands. In the default group,
-// only the lowest waiting rank prints this again, 30 s later and then every 60 s, because many reports would scroll the
-// answer off the screen. Native threads print through Python, too. They stop before the interpreter ends, because from
-// then on they would never get the GIL.
+// After 10 s (PHALANX_STALL_S), a waiting rank prints which ranks are missing and what each of them does. In the
+// default group, only the lowest waiting rank prints this again, 30 s later and then every 60 s, because reports of
+// many ranks would scroll the first one off the screen. Native threads print through Python, too. They stop printing
+// before the interpreter ends, because after that they would never get the GIL.
 #pragma once
 
 #include <sched.h>
@@ -41,31 +42,31 @@ struct GroupConfig {
   double timeout_s = 1800;
   double stall_s = 10;
   double spin_us = 50;
-  /// Called in the waiting thread to report a long wait: which ranks are missing, and how long it has waited. An
-  /// exception ends the wait.
+  /// Called in the waiting thread to report a long wait: which ranks are missing, and how long the thread has waited.
+  /// If this function throws, the wait ends.
   std::function<void(const Failure& missing, double waited_s)> on_stall;
 };
 
-/// The state of one operation's wait: what it waits for, since when, until when.
+/// The state of one operation's wait: what the operation waits for, since when, and until when.
 struct Wait {
   Call call;
   std::uint32_t seq = 0;  // 0: point-to-point
   Hooks* hooks = nullptr;
   Bell* bell = nullptr;
-  bool arriving = false;  // until all ranks have arrived, none can have finished: any death is fatal
-  bool quiet = false;     // no stall report
+  bool arriving = false;  // not all ranks have arrived, so none can have finished: any death is fatal
+  bool quiet = false;     // if true, there are no stall reports
   const std::atomic<bool>* spares_departed = nullptr;  // if true, a rank that left normally does not end this wait
   bool has_reported = false;
   double timeout_s = 0;
-  std::chrono::nanoseconds patience{0};  // time to spin (or yield, where a peer may need this CPU) before sleeping
+  std::chrono::nanoseconds patience{0};  // time to spin (or yield, if a peer may need this CPU) before sleeping
   Clock::time_point start{}, next_look{}, next_report{};
-  Clock::duration left_out{};      // time that does not count: in signal handlers and debuggers, and while stopped
-  Clock::time_point held_until{};  // the last check that found a rank in a debugger
+  Clock::duration left_out{};      // excluded from the deadline: in signal handlers and debuggers, and while suspended
+  Clock::time_point held_until{};  // when a check last found a rank in a debugger
   bool told_of_debugger = false;   // the stall report has named the debugger: once is enough
   bool announced = false;
-  std::vector<Waiter> circle;        // ranks waiting for each other, this one included, just before the group ended
+  std::vector<Waiter> circle;        // the cycle of waiting ranks that this rank was part of before the group ended
   Recorded recorded;                 // the operation's event in this rank's black box
-  std::function<Awaited()> awaited;  // the message that this rank waits for, if it is the only one in flight
+  std::function<Awaited()> awaited;  // returns the message that this rank waits for, if it has no other in flight
 };
 
 class ControlBlock {
@@ -103,7 +104,7 @@ class ControlBlock {
   /// Begin an operation: throws if the group has ended.
   Wait begin(const Call& call, std::uint32_t seq, Hooks& hooks, double timeout_s, Bell& bell);
 
-  /// Wait until `missing(r)` is false for every rank. Once false, it must stay false.
+  /// Wait until `missing(r)` is false for every rank. Once `missing(r)` is false, it must stay false.
   template <class Missing>
   void await(Wait& wait, Missing&& missing) {
     int next = 0;
@@ -141,19 +142,20 @@ class ControlBlock {
     return false;
   }
 
-  /// Tell the peers in all groups of this process where this rank waits, if it waits outside of any group. An empty
-  /// `text` takes that back.
+  /// Tell the peers in all groups of this process where this rank waits, while it waits outside of any group. An empty
+  /// `text` withdraws the statement.
   static void say_on_all(const std::string& text);
 
-  /// Tell the peers in all groups of this process that a debugger holds it, and where; an empty `text` takes that back.
-  /// In between, the deadlines of waiting peers do not run.
+  /// Tell the peers in all groups of this process that a debugger holds this process, and where. Until a call with an
+  /// empty `text` withdraws the statement, the deadlines of waiting peers do not run.
   static void hold_on_all(const std::string& text);
 
   /// End the group because of `failure`, for this process and for the peers. Returns the failure to throw.
   Failure end(Failure failure);
-  /// End the group from another thread: every wait in it, here and at the peers, ends.
+  /// End the group from another thread: every wait in the group ends, here and on the peers.
   void abort(const std::string& why);
-  /// Leave the group and tell the peers, along with the error if `why` names one. Later operations of this rank fail.
+  /// Leave the group and tell the peers. `why`: the error that makes this rank leave, which the peers are told, too;
+  /// empty if there is none. Later operations of this rank fail.
   void depart(const std::string& why);
   /// True in a child that was forked after the group was made. Such a child must touch nothing of the group.
   bool forked() const;
@@ -161,7 +163,8 @@ class ControlBlock {
   /// Like ended(), but also true if a peer has ended the group and no operation of this rank has noticed yet.
   bool told() const { return ended() || header_->group_failure.load(std::memory_order_acquire) != 0; }
   void require_usable(Op op);
-  /// Throw if a peer has ended the group since this operation began.
+  /// Throw if a peer has ended the group since this operation began. After a mismatch, a collective does not throw
+  /// here, but when it compares the calls itself.
   void require_in_order(Wait& wait) {
     if (header_->group_failure.load(std::memory_order_acquire) != 0) come_late(wait);
   }
@@ -170,23 +173,25 @@ class ControlBlock {
   /// Throw in a forked child. Call this before taking any lock: in the child, a thread that exists only in the parent
   /// may hold a lock for ever.
   void require_own_process(Op op) const;
-  /// The failure that ended the group, with which queued operations fail; null if no failure ended it.
+  /// The failure that ended the group, with which queued operations fail; null if no failure ended the group.
   std::shared_ptr<const Failure> ended_by();
 
-  /// Throw the failure that shows what each rank called and, if the calls are alike, which sizes contradict each other.
-  /// First waits a moment for ranks that have not called yet.
+  /// End the group because the calls of the ranks differ, and throw the failure that shows what each rank called.
+  /// `sizes`: if the calls are alike, the two sizes that contradict each other. First waits a moment for ranks that
+  /// have not called yet.
   [[noreturn]] void mismatch(Wait& wait, std::optional<SizeDispute> sizes = {});
-  /// True if call number `seq` of rank `r` differs from this rank's.
+  /// True if rank `r` has made call number `seq` and that call differs from this rank's call.
   bool call_differs(int r, std::uint32_t seq) {
     const Line &theirs = line(r, seq), &mine = line(rank(), seq);
     return theirs.seq.load(std::memory_order_acquire) == seq &&
            (theirs.what != mine.what || theirs.detail != mine.detail);
   }
   int global(int r) const { return config_.global_ranks[r]; }
-  /// The collective in progress, as "all_reduce #42 of group 'world' at train.py:31". Only the thread that runs it may
-  /// call this.
+  /// The collective in progress, as "all_reduce #42 of group 'world' at train.py:31". Only the thread that runs the
+  /// collective may call this function.
   const std::string& collective() const { return collective_; }
-  /// Make a failure that this rank has met. It names this rank as the one at fault, unless the caller sets others.
+  /// Return a failure that this rank has met. Its `ranks`, the ranks at fault, hold only this rank until the caller
+  /// sets others.
   Failure failure(FailureKind kind, Op op, std::string site) const;
   Failure failure(FailureKind kind, const Wait& wait) const;
 
@@ -194,7 +199,7 @@ class ControlBlock {
   static std::uint32_t number(std::uint32_t seq) { return seq == 0 ? 0 : seq - 1; }
 
  private:
-  // Number of checks before the first pause and look at the clock, which cost as much as a small message.
+  // Number of checks before await() first pauses and reads the clock, which costs as much as a small message.
   static constexpr int kEagerLooks = 50;
 
   using DoneFn = std::function<bool()>;
@@ -222,7 +227,7 @@ class ControlBlock {
   void ring_all();
 
   std::shared_ptr<Segment> segment_;
-  std::atomic<std::uint32_t> recorded_name_{0};  // the group's name as a text of the recorder
+  std::atomic<std::uint32_t> recorded_name_{0};  // number of the group's name among the recorder's texts
   std::uint64_t offset_;
   GroupConfig config_;
   int made_after_forks_;

@@ -11,10 +11,10 @@ namespace {
 using namespace std::chrono_literals;
 // How often a sleeping rank checks peers, signals and the clock. In training, ranks wait for milliseconds, so they
 // check often at first. The longer they have waited, the less often they check, and the later they may notice a death.
-// A check costs some 50 us, and 16 us for each peer. Ranks of a larger group check less often, because they may share
+// A check costs about 50 us, plus 16 us for each peer. Ranks of a larger group check less often, because they may share
 // the CPUs with ranks that compute.
 constexpr auto kLook = 50ms, kFirstLook = 10ms, kLeastLook = 2ms;
-constexpr auto kSlice = 25ms;  // the longest sleep without a check whether this process was stopped
+constexpr auto kSlice = 25ms;  // the longest sleep before the thread checks whether this process was suspended
 
 Clock::duration until_next_look(Clock::duration waited, int num_ranks) {
   return std::clamp<Clock::duration>(waited * num_ranks / 64, kLeastLook, kLook);
@@ -80,7 +80,7 @@ void ControlBlock::sleep(Wait& wait, const DoneFn& done, const MissingFn& missin
     if (done()) break;  // a peer may finish its part and leave during look_up()
     if (failure) throw end(std::move(*failure));
     wait.next_look = Clock::now() + until_next_look(Clock::now() - wait.start, config_.size);
-    watch.begin();  // look_up() itself accounts for the time that it takes
+    watch.begin();  // do not take the time spent in look_up() for a suspension
   }
   if (!wait.announced) return;
   wait.announced = false;
@@ -88,8 +88,8 @@ void ControlBlock::sleep(Wait& wait, const DoneFn& done, const MissingFn& missin
   say_everywhere("");
 }
 
-/// Runs `body`, in which Python may handle signals. If a handler raises, the group ends, since this rank will not come
-/// back to the collective.
+/// Runs `body`, in which Python may handle signals. If a handler raises, the group ends, because this rank will not
+/// return to the collective.
 template <class Body>
 void ControlBlock::handle_signals(const Wait& wait, Body&& body) {
   try {
@@ -101,7 +101,7 @@ void ControlBlock::handle_signals(const Wait& wait, Body&& body) {
 }
 
 std::optional<Failure> ControlBlock::look_up(Wait& wait, const MissingFn& missing) {
-  if (!wait.announced) announce(wait);  // before signals are handled: a handler's error names what it interrupted
+  if (!wait.announced) announce(wait);  // before signals are handled, so that a handler's error can name this operation
   const auto before = Clock::now();
   handle_signals(wait, [&] { wait.hooks->tick(); });
   wait.left_out += Clock::now() - before;  // a handler may open a debugger, in which a person spends a long time
@@ -158,7 +158,7 @@ void ControlBlock::announce(Wait& wait) {
   std::string text = op_name(wait.call.op);
   if (wait.seq != 0) text += " #" + std::to_string(number(wait.seq));
   text += " of group '" + config_.name + "'";
-  if (wait.seq != 0) collective_ = text;  // before site(), which runs Python: a signal handler may read it there
+  if (wait.seq != 0) collective_ = text;  // set before site() runs Python, because a signal handler may read it there
   const std::string site = wait.hooks->site();
   if (!site.empty()) text += " at " + site;
   if (wait.seq != 0) collective_ = text;

@@ -1,9 +1,10 @@
 // Diagnoses a wait that does not end: who is dead, who is late, who called something else, and what a peer reports.
 //
 // Deadlock: a rank that waits for its only message in flight publishes the peer of that message. A waiting rank follows
-// these records from rank to rank. A circle (a cycle of waiting ranks) counts only if none of its messages is on its
-// way, because the record of a stopped rank may be out of date. A rank that waits in a collective is never part of a
-// circle. A rank that waits alone to make a group says so in the control blocks of its other groups.
+// these records from rank to rank. If the records lead back to the waiting rank, the ranks wait for each other in a
+// circle. A circle counts only if none of its messages is on its way, because the record of a suspended rank may be out
+// of date. A rank that waits in a collective is never part of a circle. A rank that waits to join a new group says so
+// in the control blocks of its existing groups.
 #include "control/control_block.h"
 
 #include <chrono>
@@ -85,7 +86,7 @@ void ControlBlock::require_peer(const Call& call, int r, Hooks& hooks) {
   if (r == rank()) return;
   auto dead = is_dead(r, wait);
   if (!dead) return;
-  // The failure that the first rank saw explains this death, as in look_up().
+  // If a rank has published a failure, that failure explains this death, as in look_up().
   auto told = find_group_failure(wait, [](int) { return false; });
   throw end(std::move(told ? *told : *dead));
 }
@@ -134,8 +135,8 @@ Failure ControlBlock::timed_out(const Wait& wait, const MissingFn& missing) {
 }
 
 /// Returns the cycle of waiting ranks that this rank is part of; empty if there is none. Each rank of the cycle waits
-/// for its only message in flight, which it exchanges with the next rank. The record of a rank may be out of date, for
-/// example if the rank is stopped, so a wait does not count if its message is on its way.
+/// for its only message in flight, which it exchanges with the next rank. A wait does not count if its message is on
+/// its way: the record of the waiting rank may be out of date, for example because that rank is suspended.
 std::vector<Waiter> ControlBlock::circle() {
   std::vector<Waiter> found;
   for (int r = rank(); static_cast<int>(found.size()) < config_.size;) {
@@ -208,7 +209,7 @@ Failure ControlBlock::end(Failure failure) {
     if (!ended()) ended_by_ = std::make_shared<const Failure>(failure);
     ended_.store(true, std::memory_order_release);
   }
-  // Peers that learn of this failure name the same culprit. If it has none, they name this rank.
+  // Peers that learn of this failure name the same culprit. If the failure has no culprit, they name this rank.
   int subject = rank();
   switch (failure.kind) {
     case FailureKind::kRankEnded:

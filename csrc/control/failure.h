@@ -14,27 +14,28 @@
 
 namespace phalanx {
 
-/// Why a group ended. The number is stored in GroupHeader::group_failure, so peers learn it too.
+/// Why a group ended. The number is stored in GroupHeader::group_failure, so peers learn the kind, too. A new kind also
+/// needs a name in kind_name(), and entries under that name in src/phalanx/_errors and backend/failures/wording.py.
 enum class FailureKind : std::uint32_t {
   kNone = 0,
   kCallsDiffer,     // ranks called different collectives
   kSizesDiffer,     // the sizes in their lists contradict each other
-  kMessageDiffers,  // a receive does not fit what was sent
+  kMessageDiffers,  // a receive does not fit the message that was sent
   kRankEnded,       // the culprit's process has ended
-  kRankReplaced,    // it runs another program now (exec)
-  kRankLeft,        // it left the group normally
-  kRankFell,        // it left the group because of an error, which `detail` names
+  kRankReplaced,    // the culprit's process runs another program now (exec)
+  kRankLeft,        // the culprit left the group normally
+  kRankFell,        // the culprit left the group because of an error, which `detail` names
   kRankFailed,      // a peer reports that the culprit failed, and no more is known
-  kRankMissing,     // the deadline passed
+  kRankMissing,     // the deadline passed while this rank waited for the culprits
   kCameLate,        // a peer's deadline passed before this rank called
   kNoTurn,          // the deadline passed while another thread of this rank was inside a collective
   kAborted,         // abort(), for the reason in `detail`
   kInterrupted,     // a signal ended an operation
-  kDestroyed,       // this rank left the group meanwhile
+  kDestroyed,       // this rank left the group before the operation was done
   kUnusable,        // the group had ended before this call, because of `cause`; without a cause, this rank had left it
-  kForked,          // the call was made in a forked child of the process that has the group
-  kNested,          // called by a signal handler that interrupted what `detail` names
-  kNestedWait,      // a signal handler that interrupted what `detail` names waited for an operation
+  kForked,          // the call was made in a forked child of the process that joined the group
+  kNested,          // a signal handler called an operation; the handler had interrupted what `detail` names
+  kNestedWait,      // a signal handler waited for an operation; the handler had interrupted what `detail` names
   kNoMemory,        // the segment cannot grow by `size_bytes`
   kSystem,          // the system denied a rank what it needs, such as a thread or a mapping
 };
@@ -85,15 +86,15 @@ struct Waiter {
 /// The call of one rank: a row of the table that a mismatch shows.
 struct MadeCall {
   int rank = -1;
-  Call call{};  // kNone: it has not called yet
+  Call call{};  // kNone: the rank has not called yet
   std::string site;
   int root = -1;  // the root's rank in the world
   std::optional<std::int64_t> tag;
-  std::optional<std::uint64_t> size_bytes;  // where the bytes are known and the count is not
+  std::optional<std::uint64_t> size_bytes;  // size of a message, if its count is not known
 };
 
-/// Two sizes that contradict each other: `rank` sends `count` elements and `other` expects `other_count`, or the lists
-/// of these two ranks differ about the block of rank `of`.
+/// Two sizes that contradict each other: `rank` sends `count` elements and `other` expects `other_count`, or, if `of`
+/// is not -1, the lists of these two ranks differ about the block of rank `of`.
 struct SizeDispute {
   int rank = -1;
   std::uint64_t count = 0;

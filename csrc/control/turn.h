@@ -2,9 +2,9 @@
 //
 // A thread waits for the lock (the "turn") as it does for anything else: it checks for signals, the deadline and the
 // end of the group. A signal handler that has interrupted a collective could never get the turn, because that
-// collective continues only when the handler returns. It can't run its collective without the turn either, because on
-// each rank the signal may interrupt a different collective. So a collective that the handler calls fails with
-// GroupUnusable at once.
+// collective continues only when the handler returns. Nor can the handler run its collective without the turn: the
+// signal may interrupt a different collective on each rank, so the ranks would call collectives in different orders. So
+// a collective that the handler calls fails with GroupUnusable at once.
 #pragma once
 
 #include <pthread.h>
@@ -47,7 +47,7 @@ class Turn {
   Bell bell_{};
 };
 
-/// Gives a turn back at the end of its scope; the caller has taken it.
+/// Gives a turn back at the end of its scope. The caller must have taken the turn before.
 class TurnHolder {
  public:
   explicit TurnHolder(Turn& turn) : turn_(turn) {}

@@ -46,7 +46,7 @@ std::vector<Digest> digests(std::span<const Bytes> pieces, int num_threads) {
   std::vector<std::thread> helpers;
   try {
     for (int i = 1; i < num_threads && static_cast<std::size_t>(i) < pieces.size(); ++i) helpers.emplace_back(work);
-  } catch (const std::system_error&) {  // no more threads can be started: those that run do all the work
+  } catch (const std::system_error&) {  // no more threads can be started: the running ones do all the work
   }
   work();
   for (std::thread& helper : helpers) helper.join();

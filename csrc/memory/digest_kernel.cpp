@@ -1,9 +1,9 @@
 // Compiled once per instruction set, under the rules of reduce_kernels.cpp: only builtin types, and no inline functions
 // from other headers.
 //
-// Source: XXH3_128bits() of https://github.com/Cyan4973/xxHash, in its variant for more than 240 bytes, with the
-// default secret. stripe: 64 bytes, eight for each of the eight accumulators ("lanes"); block: 16 stripes, after which
-// the lanes are scrambled.
+// Source: XXH3_128bits() of https://github.com/Cyan4973/xxHash, in its variant for messages of more than 240 bytes,
+// with the default secret. stripe: 64 bytes, eight for each of the eight accumulators ("lanes"); block: 16 stripes,
+// after which the lanes are scrambled.
 #include <cstddef>
 #include <cstdint>
 

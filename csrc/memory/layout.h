@@ -3,15 +3,16 @@
 // LAYOUT (all offsets from the start of the segment)
 //   0                   SegmentHeader, one page
 //   per group           GroupHeader | Member[n] | Line[n][2] | Progress[n] | Bell[n] | channel offsets[n][n] | stage[n][2]
-//   per group, lazily   mailbox[n]: for each rank kSlots staging and kSlots result slots, once a message exceeds a stage
+//   per group, lazily   mailbox[n]: kSlots staging and kSlots result slots per rank, once a message exceeds a stage
 //   per pair, lazily    Channel: rings from one rank to another, once the first message is sent
 //
 // MEMORY ORDERING
-//   A rank writes only its own Member, Lines, Progress, stage and mailbox; peers only read them.
-//   Data is published by a RELEASE store of a sequence number (Line::seq, Progress::staged/consumed, Record::number,
-//   Channel::num_taken). A reader reads the data only after its ACQUIRE load has returned that number. Sequentially
-//   consistent fences order sleepers and ringers (see wait.h). Nothing else orders accesses. In particular, processes
-//   share no lock, because a killed rank could hold it.
+//   A rank writes only its own Member, Lines, Progress, stage and mailbox; peers only read them. Data is published by a
+//   RELEASE store of a sequence number (Line::seq, Progress::staged/consumed, Record::number, Channel::num_taken). A
+//   reader reads the data only after its ACQUIRE load has returned that number. Sequentially consistent fences order
+//   sleepers and ringers (see wait.h). Nothing else orders accesses. In particular, processes share no lock, because a
+//   rank could be killed while it holds the lock. The models in model/ check this protocol: see model/README.md for
+//   what each one mirrors.
 #pragma once
 
 #include <atomic>
@@ -28,7 +29,7 @@ inline constexpr std::size_t kCacheLine = 64;
 inline constexpr std::size_t kInlineBytes = 48;
 inline constexpr std::size_t kMaxRanks = 1024;
 
-/// Bytes of one staging area, and so of the largest message that needs only one synchronisation.
+/// Bytes of one staging area, and therefore of the largest message that needs only one synchronisation.
 inline constexpr std::size_t kStageBytes = 64 * 1024;
 /// Slots of a mailbox: see all_reduce.cpp for why three are enough.
 inline constexpr std::size_t kSlots = 3;
@@ -71,12 +72,11 @@ struct alignas(kCacheLine) Member {
   std::uint64_t start_time;     // start of the process in clock ticks since boot; reveals that a pid was reused
   std::uint64_t pid_namespace;  // inode; peers in another namespace cannot watch this pid
   std::uint32_t usable_cpus;    // CPUs that the cgroup's quota allows, at least 1
-  std::uint32_t cpu_words;
   std::uint64_t cpu_mask[kMaxRanks / 64];
-  std::atomic<std::uint32_t> site_seq;  // the collective for which `site` was last written
+  std::atomic<std::uint32_t> site_seq;  // sequence number of the collective for which `site` was last written
   std::atomic<std::uint32_t> awaits;    // a packed Awaited, set while this rank waits for its only message in flight
   SharedText site;                      // "all_reduce #42 of group 'world' at train.py:31"
-  SharedText why;                       // the error with which it left; not in `site`, which peers may still read
+  SharedText why;                       // the error that made the rank leave; not in `site`, which peers may still read
 };
 
 /// Arrival of one rank at one collective: what it called, and up to 48 bytes of data. A rank alternates between two
@@ -90,11 +90,12 @@ struct alignas(kCacheLine) Line {
 };
 static_assert(sizeof(Line) == kCacheLine);
 
-/// A rank's progress in chunked collectives, as counters that grow over the life of the group, and the CPU it runs on.
+/// A rank's progress in chunked collectives, as counters that grow over the life of the group, and the CPU that the
+/// rank runs on.
 struct Progress {
   alignas(kCacheLine) std::atomic<std::uint64_t> staged;    // chunks published in the mailbox
   alignas(kCacheLine) std::atomic<std::uint64_t> consumed;  // chunks read from every peer (in all_reduce: reduced)
-  alignas(kCacheLine) std::atomic<std::uint32_t> cpu;       // last seen CPU + 1, 0: unknown; peers must not spin there
+  alignas(kCacheLine) std::atomic<std::uint32_t> cpu;       // last seen CPU + 1, 0: unknown; peers must not spin on it
 };
 
 /// A futex word that waiting threads sleep on, and the number of threads that sleep or are about to.
@@ -109,7 +110,7 @@ struct GroupHeader {
   std::uint32_t node;  // NUMA node whose memory the region was allocated from
   std::uint64_t region_bytes;
   alignas(kCacheLine) std::atomic<std::uint64_t> mailbox;  // offset; 0: not made yet, kNoMemory: no memory for it
-  std::atomic<std::uint32_t> attached;                     // ranks that map the region; the last to leave frees it
+  std::atomic<std::uint32_t> attached;                     // ranks that map the region; the last one to leave frees it
   alignas(kCacheLine) std::atomic<std::uint64_t> group_failure;  // 0, or a packed GroupFailure: see failure.h
   alignas(kCacheLine) Bell bell;                           // all ranks sleep here in collectives
 };
@@ -124,7 +125,7 @@ struct Fragment {
   std::uint16_t is_first;  // 1 for the first fragment of a message
 };
 
-/// Announces a fragment and holds its data if that fits, so that one cache line carries a small message.
+/// Announces a fragment, and holds its data if the data fits, so that one cache line carries a small message.
 struct alignas(kCacheLine) Record {
   static constexpr std::size_t kInline = 32;
   std::atomic<std::uint64_t> number;  // counts from 1; stored last, with RELEASE, by the sender; loaded first, with ACQUIRE
@@ -134,12 +135,12 @@ struct alignas(kCacheLine) Record {
 static_assert(sizeof(Record) == kCacheLine);
 
 /// Two rings from one rank to another: records, and the bytes of fragments too large for a record. Record numbers and
-/// byte positions only grow. The sender keeps its own positions in private memory, and reads the receiver's (below)
-/// only when a ring seems full.
+/// byte positions only grow. The sender keeps its own positions in private memory, and reads the receiver's positions
+/// (below) only when a ring seems full.
 struct Channel {
   static constexpr std::size_t kRecords = 128;
   alignas(kCacheLine) std::atomic<std::uint64_t> num_taken;  // records copied out; the receiver stores it with RELEASE
-  std::atomic<std::uint64_t> bytes_taken;                    // position in the byte ring; stored likewise
+  std::atomic<std::uint64_t> bytes_taken;                    // position in the byte ring; also stored with RELEASE
   Record records[kRecords];
   alignas(kCacheLine) std::byte ring[kChannelBytes];
 };

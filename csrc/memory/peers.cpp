@@ -30,7 +30,7 @@
 namespace phalanx {
 namespace {
 
-// Linux 6.15 and newer tell any holder of a pidfd how the process ended (include/uapi/linux/pidfd.h).
+// Linux 6.15 and newer report to any holder of a pidfd how the process ended (include/uapi/linux/pidfd.h).
 struct PidfdInfo {
   std::uint64_t mask, cgroup_id;
   std::uint32_t pid, tgid, ppid, ruid, rgid, euid, egid, suid, sgid, fsuid, fsgid;
@@ -73,8 +73,8 @@ std::string folder_of(int pid) { return "/proc/" + std::to_string(pid); }
 
 std::optional<ProcStat> read_stat(int pid) { return read_stat(folder_of(pid)); }
 
-/// True if /proc shows the exit code of a process as 0 whatever its value. It does so if this process may not inspect
-/// the other one, for example because this process has changed its user.
+/// True if /proc shows the exit code of a process as 0 whatever its value. /proc does so if this process may not
+/// inspect the other process, for example because this process has changed its user.
 bool hides_exit_code(int pid) {
   char link;
   return readlink((folder_of(pid) + "/exe").c_str(), &link, 1) < 0 && errno == EACCES;
@@ -96,7 +96,7 @@ bool has_stopped(int pid, const ProcStat& first) {
     num_exiting += stat.has_value();
   }
   const std::optional<ProcStat> now = read_stat(pid);
-  return now && num_exiting >= now->num_threads;  // otherwise a thread has started that was not listed
+  return now && num_exiting >= now->num_threads;  // otherwise the list lacks a thread that started meanwhile
 }
 
 std::uint64_t own_pid_namespace() {
@@ -120,7 +120,7 @@ double least_quota(const std::string& root, std::string path, Read&& read) {
 /// there is no quota.
 std::uint32_t quota_cpus() {
   auto read_v2 = [](const std::string& folder, double& quota, double& period) {
-    return std::sscanf(read_text(folder + "/cpu.max").c_str(), "%lf %lf", &quota, &period) == 2;  // or "max"
+    return std::sscanf(read_text(folder + "/cpu.max").c_str(), "%lf %lf", &quota, &period) == 2;  // fails for "max"
   };
   auto read_v1 = [](const std::string& folder, double& quota, double& period) {
     return std::sscanf(read_text(folder + "/cpu.cfs_quota_us").c_str(), "%lf", &quota) == 1 &&
@@ -158,9 +158,9 @@ constexpr unsigned kCheap = 4, kSeldom = 8;
 
 using Watches = std::map<std::pair<int, std::uint64_t>, std::weak_ptr<const PeerWatch>>;
 std::mutex g_watches_mutex;
-std::atomic<unsigned> g_num_watches{0};  // RELAXED: it only determines how often to look
-// One watch for each watched process, whatever the number of groups, because descriptors are scarce. Leaked, because
-// native threads still run while the process destroys its statics.
+std::atomic<unsigned> g_num_watches{0};  // RELAXED: it only determines how often /proc is read
+// One watch for each watched process, whatever the number of groups, because descriptors are scarce. The map is leaked,
+// because native threads may still use it while the process destroys its statics.
 Watches& g_watches = *new Watches;
 // A forked child must find the mutex unlocked.
 const int g_fork_handler = pthread_atfork([] { g_watches_mutex.lock(); }, [] { g_watches_mutex.unlock(); },
@@ -277,13 +277,13 @@ std::string PeerWatch::weakness() const {
   if (pidfd_ || error_ == ESRCH) return "";
   const std::string who = "process " + std::to_string(peer_.pid);
   if (error_ == 0)
-    return who + " lives in another pid namespace: its death is noticed at the timeout alone. Start all ranks of a host "
+    return who + " lives in another pid namespace: its death is noticed only at the timeout. Start all ranks of a host "
                  "in one container, or let their containers share a pid namespace";
   const std::string why = "pidfd_open: " + std::generic_category().message(error_);
   if (look_into_proc() == Life::kUnknown)
-    return why + ", and /proc does not show " + who + ": its death may be noticed at the timeout alone. Allow pidfd_open "
+    return why + ", and /proc does not show " + who + ": its death may be noticed only at the timeout. Allow pidfd_open "
                  "(Linux 5.3 or newer; the container's seccomp profile)";
-  return why + ": deaths of ranks are noticed through /proc, without their exit codes where a parent collects them first";
+  return why + ": rank deaths are detected through /proc; an exit code is lost if a parent collects it first";
 }
 
 bool cpus_suffice(const Member* members, std::size_t num_ranks) {

@@ -1,10 +1,10 @@
 // Liveness of the processes of a job, and the CPUs that they may use.
 //
 // A process uses one pidfd for each process that it watches, whatever the number of groups that the two share, because
-// descriptors are scarce. Where a sandbox or an old kernel refuses pidfds, it reads the state and the start time from
-// /proc instead, and says so once. If the state of a process can't be learned, because /proc is unreadable or no
-// descriptors are left, the process counts as alive. A rank that calls exec keeps its pid and its pidfd. Its peers
-// notice the call by the address of its stack in /proc, which is new.
+// descriptors are scarce. If a sandbox or an old kernel refuses pidfds, the watching process reads the state and the
+// start time from /proc instead, and says so once. If the state of a process can't be learned, because /proc is
+// unreadable or no descriptors are left, the process counts as alive. A rank that calls exec keeps its pid and its
+// pidfd. Its peers notice the exec because /proc shows a new address for its stack.
 //
 // A pidfd reports a death only after the kernel has freed the memory of the process, which takes 10 to 60 ms for a
 // training process. The threads of the process stop earlier, and their flags in /proc show it. Peers act on those
@@ -26,7 +26,7 @@
 
 namespace phalanx {
 
-/// How a process ended, as far as the kernel tells processes other than its parent.
+/// How a process ended, as far as processes other than its parent can learn.
 struct Ending {
   int exit_code = -1;  // -1: unknown
   int signal = 0;
@@ -36,7 +36,7 @@ struct Ending {
 /// Fill in the identity and the CPUs of the calling process.
 void describe_self(Member& member);
 
-/// Identity of a process. A field is zero if /proc does not tell it.
+/// Identity of a process. A field is zero if /proc does not show it.
 struct Identity {
   int pid = 0;
   std::uint64_t start_time = 0;     // clock ticks since boot; reveals that a pid was reused
@@ -45,8 +45,8 @@ struct Identity {
 };
 
 /// Watches one peer, on behalf of all groups of this process. Uses a pidfd, which a reused pid can't confuse, or /proc
-/// where the kernel or a sandbox refuses pidfds. A peer about which nothing can be learned counts as alive. A peer that
-/// calls exec() counts as dead; its new stack, at a random address, gives it away.
+/// where the kernel or a sandbox refuses pidfds. A peer whose state can't be learned counts as alive. A peer that calls
+/// exec() counts as dead: it is recognised by the address of its new stack, which is random.
 class PeerWatch {
  public:
   /// Start to watch the process, or return the existing watch. Returns null if `peer` is this process. Throws
@@ -55,8 +55,8 @@ class PeerWatch {
 
   PeerWatch(const Identity& peer, Fd pidfd, int error);
   ~PeerWatch();
-  /// True if the peer is dead. With many peers, only some calls read /proc. `told`: another rank has seen the peer
-  /// dead, so /proc is read in any case.
+  /// True if the peer is dead. With many peers, only some calls read /proc. `told`: another rank reports that the peer
+  /// is dead, so /proc is read in any case.
   bool dead(bool told = false) const;
   int pid() const { return peer_.pid; }
   /// How the peer ended; only meaningful once dead() is true.
@@ -78,8 +78,9 @@ class PeerWatch {
                // the peer lives in another pid namespace and can't be watched
 };
 
-/// True if every rank can have a CPU of its own, so that a spinning rank takes none from a peer. Considers affinity (a
-/// rank competes with another if the other may use all of its CPUs) and the cgroup quota.
+/// True if every rank can have a CPU of its own, so that a spinning rank takes no CPU from a peer. Considers the cgroup
+/// quota and the affinity masks: each rank's mask must have at least as many CPUs as there are ranks that may use no
+/// other CPUs.
 bool cpus_suffice(const Member* members, std::size_t num_ranks);
 
 }  // namespace phalanx

@@ -26,9 +26,9 @@ struct Thread {
   TickClock::Instant asked;
   std::uint32_t number;  // the kernel's thread id; 0: not asked for yet
 };
-constinit thread_local Thread t_thread{};  // one struct: in a shared library, each access to a thread_local is a call
+constinit thread_local Thread t_thread{};  // one struct: each access to a thread_local of a shared library is a call
 
-/// Makes forked children stop recording, because the parent goes on writing into this box.
+/// Makes forked children stop recording, because the parent continues to write into this box.
 void forget_in_children() {
   static const int installed = pthread_atfork(nullptr, nullptr, [] {
     g_recorder.store(nullptr, std::memory_order_release);
@@ -89,8 +89,8 @@ std::uint64_t Recorder::begin(EventKind kind, std::uint16_t code, std::uint32_t 
   const std::uint64_t number = header_->num_events.fetch_add(1, std::memory_order_relaxed) + 1;
   Event& event = events_[(number - 1) % kEvents];
   // ACQUIRE pairs with the RELEASE store below, by the slot's last writer. Two threads meet in a slot only if one was
-  // stopped while the others wrote kEvents events. A thread that finds a newer event in its slot, or one being written,
-  // gives up.
+  // suspended while the others wrote kEvents events. A thread that finds a newer event in its slot, or finds that the
+  // slot is being written, drops its own event.
   std::uint64_t before = event.number.load(std::memory_order_relaxed);
   if (before > number || !event.number.compare_exchange_strong(before, kBeingWritten, std::memory_order_acquire)) return 0;
   std::atomic_thread_fence(std::memory_order_release);  // a reader that sees a store below also sees kBeingWritten

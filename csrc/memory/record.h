@@ -3,15 +3,16 @@
 // A box is a range of a file that only its rank writes: a header, a ring of events, and the texts to which events refer
 // by number. Any process that may open the file can read it while the rank runs, after `kill -9`, and days later.
 //     BoxHeader, one page | Event[kEvents] | texts: records of a 4-byte length and UTF-8 bytes, kTextBytes in all
-// src/phalanx/record/box.py reads it.
+// src/phalanx/record/box.py reads this format: a change to it needs the same change there.
 //
 // Readers never take a half-written event for a whole one. A writer marks the slot (kBeingWritten), writes the event,
-// and publishes it by a RELEASE store of its number. A reader of a running rank accepts an event only if two reads of
-// it agree. If a thread was stopped while the others filled the whole ring, it finds a newer event in its slot and
-// drops its own. If it was stopped just before it wrote the end of an event, that end is earlier than the beginning of
-// the event that is now in the slot, and readers ignore it. The mark is set by compare-and-exchange, so that a thread
-// that was stopped just before setting it can't mark a newer event; that costs 0.5 to 1.5 ns of the 21 ns of an event.
-// Texts are only added: their total size is stored with RELEASE after their bytes.
+// and publishes the event by a RELEASE store of its number. A reader of a running rank accepts an event only if two
+// reads of it agree. If a thread is suspended while the others fill the whole ring, it finds a newer event in its slot
+// and drops its own event. If it is suspended just before it writes the end of an event, the end may reach the slot of
+// a newer event. Such an end is earlier than the beginning of the newer event, and readers ignore it. The mark is set
+// by compare-and-exchange, so that a thread that was suspended just before it sets the mark can't mark a newer event;
+// this costs 0.5 to 1.5 ns of the 21 ns of an event. Texts are only added: their total size is stored with RELEASE
+// after their bytes.
 #pragma once
 
 #include <atomic>
@@ -69,7 +70,7 @@ struct BoxHeader {
   std::int32_t world_size;
   std::uint64_t start_time;    // start of the process in clock ticks since boot; reveals that a pid was reused
   std::int64_t realtime_less_monotonic_ns;
-  std::atomic<std::uint64_t> num_events;  // begun since the box was made
+  std::atomic<std::uint64_t> num_events;  // number of events begun since the box was made
   std::atomic<std::uint64_t> num_text_bytes;
   char host[64];
 };
@@ -115,10 +116,11 @@ class Recorder {
 /// The recorder of this process; null if nothing is recorded. Leaked on purpose: threads may write while the process ends.
 extern std::atomic<Recorder*> g_recorder;
 
-/// Site of the call that this thread is in, as the number of a text of the recorder.
+/// The line at which this thread's current call was made, as the number of a text of the recorder; 0 if it is not
+/// known.
 inline thread_local std::uint32_t t_site = 0;
 
-/// Gives this thread's events a site for as long as the object lives.
+/// Sets the line of this thread's events for as long as the object lives.
 class AtSite {
  public:
   explicit AtSite(std::uint32_t site) noexcept : before_(std::exchange(t_site, site)) {}
@@ -151,7 +153,7 @@ class Recorded {
     return *this;
   }
   ~Recorded() {
-    // RELAXED: if this is a child that was forked meanwhile, it has itself stored null.
+    // RELAXED: if this process is a child that was forked meanwhile, it has itself stored null.
     if (recorder_ != nullptr && g_recorder.load(std::memory_order_relaxed) == recorder_) recorder_->end(number_);
   }
 

@@ -87,7 +87,7 @@ bool send_fd(int socket, int fd) {
   header->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
   if (sendmsg(socket, &message, MSG_NOSIGNAL) == 1) return true;
-  if (errno != EPIPE && errno != ECONNRESET) fail("sending the shared segment");  // these two: the peer is gone
+  if (errno != EPIPE && errno != ECONNRESET) fail("sending the shared segment");  // these two errors: the peer is gone
   return false;
 }
 
@@ -159,8 +159,8 @@ Mapping::Mapping(int fd, std::uint64_t offset, std::size_t bytes) : bytes_(bytes
   // mmap() would accept a range beyond the end of the file, and the first access to it would raise SIGBUS.
   const auto size = static_cast<std::uint64_t>(file.st_size);
   if (offset % kPage != 0 || offset > size || bytes > size - offset)
-    throw std::runtime_error("the shared segment has " + std::to_string(size) + " bytes, and " + std::to_string(bytes) +
-                             " bytes at offset " + std::to_string(offset) + " are no part of it");
+    throw std::runtime_error(std::to_string(bytes) + " bytes at offset " + std::to_string(offset) +
+                             " lie outside the shared segment of " + std::to_string(size) + " bytes");
   void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd,
                        static_cast<off_t>(offset));
   if (address == MAP_FAILED) fail("mmap of the shared segment");
@@ -194,7 +194,7 @@ std::shared_ptr<Segment> Segment::create() {
   header->magic = kMagic;
   header->version = kLayoutVersion;
   if (getrandom(header->nonce, sizeof header->nonce, 0) != sizeof header->nonce) fail("getrandom");
-  header->next_free.store(kPage, std::memory_order_relaxed);  // handing the descriptor over by a socket publishes it
+  header->next_free.store(kPage, std::memory_order_relaxed);  // sending the descriptor over a socket publishes it
   std::string nonce = nonce_text(*header);
   return std::shared_ptr<Segment>(new Segment(std::move(fd), std::move(page), std::move(nonce)));
 }
@@ -214,7 +214,7 @@ std::shared_ptr<Segment> Segment::attach(const std::string& name, const std::str
   if (!fd) fail_as(EACCES, "the shared segment was refused: it belongs to another user");
   const int seals = fcntl(fd.get(), F_GET_SEALS);
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0)
-    throw std::runtime_error("what was handed over is no shared segment of phalanx");
+    throw std::runtime_error("the received descriptor is not a phalanx segment");
   Mapping page(fd.get(), 0, kPage);
   const auto* header = reinterpret_cast<const SegmentHeader*>(page.data());
   if (header->magic != kMagic || header->version != kLayoutVersion)
@@ -245,7 +245,8 @@ void Segment::free(std::uint64_t offset, std::size_t bytes) noexcept {
 
 void Segment::hold(int rank) {
   // Open the file again: these locks (F_OFD_SETLK) belong to an open file description, and all ranks share the one that
-  // was handed over. The kernel drops the lock when the process ends, so a killed rank holds nobody up.
+  // was handed over. The kernel drops the lock when the process ends, so a killed rank does not stop its peers'
+  // deadlines for ever.
   hold_ = Fd(open(("/proc/self/fd/" + std::to_string(fd_.get())).c_str(), O_RDWR | O_CLOEXEC));
   struct flock lock = whole_world();
   lock.l_type = F_RDLCK;  // a rank and its data-loader workers may hold the lock at once

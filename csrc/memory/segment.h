@@ -1,8 +1,8 @@
 // The shared memory of a job's ranks on one host: a memfd, how it is created, handed over and mapped.
 //
-// Groups made later live in the segment that their members share. The memfd has no name in a file system, so nothing is
-// left after a SIGKILL of all ranks, and the size of /dev/shm does not matter. Pages are allocated before they are
-// used, so a shortage raises OutOfSharedMemory instead of SIGBUS. A group of n ranks uses
+// Groups that are made later live in the segment that their members already share. The memfd has no name in a file
+// system, so nothing is left after a SIGKILL of all ranks, and the size of /dev/shm does not matter. Pages are
+// allocated before they are used, so a shortage raises OutOfSharedMemory instead of SIGBUS. A group of n ranks uses
 //
 //     control    always                                           about 1 KiB x n + 8 x n^2
 //     stages     always                                           128 KiB x n
@@ -12,7 +12,7 @@
 // and releases all of it when its last rank leaves. For two ranks without channels, that is 1.0 MiB. Memory is
 // allocated and freed in whole regions (fallocate, without and with PUNCH_HOLE); offsets are never reused. fallocate
 // takes pages from the caller's NUMA node, so a rank on another node replaces the pages of its own stages and mailbox
-// before it uses them. A channel is allocated by its sender.
+// before it uses them. A channel is allocated by its sender, so its pages lie on the sender's node.
 #pragma once
 
 #include <atomic>
@@ -65,12 +65,12 @@ class Mapping {
   std::size_t bytes_ = 0;
 };
 
-/// Return the NUMA node that this thread runs on and gets memory from; 0 if the system does not tell.
+/// Return the NUMA node that this thread runs on and gets memory from; 0 if the system does not report it.
 std::uint32_t current_node() noexcept;
 
-/// The shared segment. It is sealed against shrinking. Its memory is allocated before use, so a shortage throws
-/// std::bad_alloc and never raises SIGBUS. It has no name, so the kernel frees it with its last descriptor, however the
-/// ranks end.
+/// The shared segment. The memfd is sealed against shrinking. Its memory is allocated before use, so a shortage throws
+/// std::bad_alloc and never raises SIGBUS. The memfd has no name, so the kernel frees it with its last descriptor,
+/// however the ranks end.
 class Segment {
  public:
   /// Create an empty segment with a fresh nonce.
@@ -87,7 +87,7 @@ class Segment {
   /// Move a range that nobody has used yet to this thread's NUMA node, by replacing its pages. `node` is the node on
   /// which the pages lie; if that is this thread's node, nothing happens. Throws std::bad_alloc if no memory is left.
   void bring_near(std::uint64_t offset, std::size_t bytes, std::uint32_t node);
-  /// Return the memory behind a range to the system. Its offsets are not used again.
+  /// Return the memory behind a range to the system. The range's offsets are not used again.
   void free(std::uint64_t offset, std::size_t bytes) noexcept;
   Mapping map(std::uint64_t offset, std::size_t bytes) const { return Mapping(fd_.get(), offset, bytes); }
 
@@ -112,7 +112,7 @@ class SegmentServer {
  public:
   explicit SegmentServer(std::shared_ptr<Segment> segment);
   const std::string& name() const { return name_; }
-  /// Serve until `num_peers` processes have received the descriptor. Returns how many did by the deadline.
+  /// Serve until `num_peers` processes have received the descriptor. Returns how many had received it by the deadline.
   int serve(int num_peers, double timeout_s, const std::function<void()>& on_tick);
 
  private:

@@ -14,8 +14,8 @@ namespace phalanx {
 
 /// Return the content of a file; empty if it can't be read.
 ///
-/// Uses no stream. In a process with two copies of libstdc++, the core's own and torch's, a stream of one copy may get
-/// a facet of the other from the locale, and crash in it.
+/// Uses no C++ stream. In a process with two copies of libstdc++, the core's own and torch's, a stream of one copy may
+/// get a facet of the other copy from the locale, and crash in that facet.
 inline std::string read_text(const std::string& path) {
   std::string text;
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);

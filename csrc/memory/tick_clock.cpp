@@ -15,9 +15,9 @@
 namespace phalanx {
 namespace {
 
-constexpr std::uint64_t kLearn_ns = 10'000'000;  // time to measure the rate: an error of 0.1 us is 10 ppm of it
+constexpr std::uint64_t kLearn_ns = 10'000'000;  // time to measure the rate: an error of 0.1 us is 10 ppm of this time
 constexpr std::uint64_t kTrust_ns = 1'000'000;
-constexpr std::uint64_t kMostTicks = std::uint64_t{1} << 20;  // times any rate below 4 us per tick, fits 64 bits
+constexpr std::uint64_t kMostTicks = std::uint64_t{1} << 20;  // multiplied by a rate below 4 us per tick, fits 64 bits
 constexpr std::uint64_t kApart_ns = 2'000;  // if two reads of the counter are further apart, the thread was interrupted
 
 #if defined(__x86_64__)
@@ -89,7 +89,8 @@ std::uint64_t TickClock::ask_kernel() noexcept {
   const std::uint64_t ns = kernels_ns();
   if (ns - began_.ns < kLearn_ns) return ns;
   const Instant now = instant();
-  // Up to 4 s in nanoseconds fit into 64 bits after the shift by 32. If more time has passed, start to measure anew.
+  // Up to 4 s, the nanoseconds still fit into 64 bits after the shift by 32. If more time has passed, start to measure
+  // anew.
   if (now.ns - began_.ns < std::uint64_t{1} << 32 && now.ticks > began_.ticks)
     rate_.store(((now.ns - began_.ns) << 32) / (now.ticks - began_.ticks), std::memory_order_relaxed);
   else

@@ -1,8 +1,8 @@
 // CLOCK_MONOTONIC, computed from the processor's counter. The black box takes two such times for every event.
 //
 // Reading the clock is a large part of the cost of an event: clock_gettime takes 23 ns at best, reading the counter 10
-// ns. The rate of the counter is learned in the first 10 ms. Times are converted to nanoseconds here, so readers
-// convert nothing.
+// ns. The rate of the counter is learned in the first 10 ms. Times are converted to nanoseconds here, so readers of the
+// black box need not convert them.
 #pragma once
 
 #include <atomic>
@@ -20,7 +20,7 @@ class TickClock {
     std::uint64_t ticks, ns;
   };
   /// Return the time now, in nanoseconds. `asked`: the moment at which the calling thread last asked the kernel. Each
-  /// thread keeps its own, which is {} at first.
+  /// thread keeps an Instant of its own for this, which is {} at first.
   std::uint64_t now_ns(Instant& asked) noexcept;
 
  private:

@@ -1,12 +1,15 @@
 // How a thread waits: it spins or yields for about as long as a futex wake-up costs, then sleeps in short slices.
 //
 // Ranks that share CPUs yield for at most 50 us (PHALANX_SPIN_US) per rank of the group, so that every rank gets its
-// turn, and then sleep. An earlier version slept at once: with four ranks on two cores, a futex sleep costs 39 us per
-// collective, and sched_yield 4 us. Ranks also yield when two of them were last seen on one CPU although there are
-// enough CPUs. The scheduler leaves them there for seconds, and spinning cost 57 us per collective.
+// turn, and then sleep. An earlier version slept at once, which was slower: with four ranks on two cores, a futex sleep
+// costs 39 us per collective, but sched_yield costs 4 us. Ranks also yield if two of them were last seen on the same
+// CPU although there is a CPU for each rank. The scheduler leaves the two there for seconds, and spinning then cost 57
+// us per collective.
 //
-// Only the last rank to arrive wakes the sleepers. When every arrival woke everybody, eight ranks on two cores spent
-// their time in wake-ups.
+// Only the last rank to arrive wakes the sleepers. In an earlier version, in which every arrival woke all of them,
+// eight ranks on two cores spent their time in wake-ups.
+//
+// model/memory.pml models has_sleepers(), ring() and sleep_on(): a change here needs the same change there.
 #pragma once
 
 #include <sched.h>
@@ -22,7 +25,7 @@ namespace phalanx {
 
 using Clock = std::chrono::steady_clock;
 
-/// Wake all threads that sleep on `bell`. Call it after the RELEASE store that they wait for.
+/// Wake all threads that sleep on `bell`. Call this after the RELEASE store that the threads wait for.
 void ring(Bell& bell) noexcept;
 
 /// True if a thread may be asleep on `bell`.
@@ -37,19 +40,19 @@ inline bool has_sleepers(const Bell& bell) noexcept {
 class Hooks {
  public:
   virtual ~Hooks() = default;
-  /// Called every tick of a long wait; may throw to interrupt it.
+  /// Called at intervals during a long wait. To end the wait, throw.
   virtual void tick() {}
-  /// Source line of the call, "train.py:31", or empty.
+  /// Return the source line of the call, such as "train.py:31"; empty if it is not known.
   virtual std::string site() { return {}; }
 };
 
-/// Measures how long this process was stopped, for example by Ctrl-Z. It serves threads that sleep for milliseconds at
-/// a time, so a gap of a second or more is a stop. The processes that such a thread waits for were stopped with it, so
-/// the time of the stop must not count towards a deadline.
+/// Measures how long this process was suspended, for example by Ctrl-Z. Use it in threads that sleep for milliseconds
+/// at a time: for these, a gap of a second or more between two calls means that the process was suspended. The
+/// processes that such a thread waits for were suspended, too, so this time must not count towards a deadline.
 class StopWatch {
  public:
   void begin() { since_ = Clock::now(); }
-  /// Return how long this process was stopped since the last call of stopped() or begin().
+  /// Return how long this process was suspended since the last call of stopped() or begin().
   Clock::duration stopped() {
     const Clock::duration passed = Clock::now() - since_;
     begin();
@@ -68,7 +71,7 @@ inline void cpu_relax() noexcept {
 #endif
 }
 
-/// Spin until `done()` or `futile()` is true or `end` has come; returns `done()`.
+/// Spin until `done()` or `futile()` is true or the time `end` is reached; returns `done()`.
 template <class Done, class Futile>
 bool spin(Clock::time_point end, Done&& done, Futile&& futile) {
   constexpr int kTriesPerLook = 64;
@@ -81,9 +84,9 @@ bool spin(Clock::time_point end, Done&& done, Futile&& futile) {
   return false;
 }
 
-/// Yield the CPU until `done()` is true or `end` has come; returns `done()`. Between ranks on one CPU, a yield takes
-/// about 1.5 us, a tenth of the time to go to sleep and be woken. If another program runs on that CPU, the first yield
-/// takes all the time.
+/// Yield the CPU until `done()` is true or the time `end` is reached; returns `done()`. Between ranks on one CPU, a
+/// yield takes about 1.5 us, a tenth of the time to go to sleep and be woken. If another program runs on that CPU, the
+/// first yield may use up the whole time.
 template <class Done>
 bool yield(Clock::time_point end, Done&& done) {
   while (Clock::now() < end) {

@@ -67,8 +67,8 @@ int PointToPoint::run(Op op, void* data, Items items, int peer, std::int64_t tag
     }
     wait(request, hooks, 0);
   } catch (const Failure& failure) {
-    // Another thread may have found that the message has the wrong size or dtype. It does not know the line of this
-    // call.
+    // Another thread may have found that the message has the wrong size or dtype. That thread does not know the line of
+    // this call.
     if (failure.kind != FailureKind::kMessageDiffers || !failure.site.empty()) throw;
     Failure located = failure;
     located.site = hooks.site();
@@ -108,7 +108,7 @@ void PointToPoint::post_recv(const std::shared_ptr<Request>& request) {
 
 void PointToPoint::complete(const std::shared_ptr<Request>& request, std::exception_ptr error) {
   request->finish(error);
-  Bell& own = control_.p2p_bell(control_.rank());  // the caller may be asleep: the background thread runs this, too
+  Bell& own = control_.p2p_bell(control_.rank());  // wakes the caller if the background thread runs this function
   if (has_sleepers(own)) ring(own);
 }
 
@@ -190,12 +190,13 @@ bool PointToPoint::wait_briefly(const std::shared_ptr<Request>& request, Hooks& 
 }
 
 /// Makes progress until `done()` is true. Meanwhile the request's peer counts as missing; if the message may come from
-/// any peer, all of them do.
+/// any peer, all peers count as missing.
 template <class Done>
 void PointToPoint::await_request(Wait& wait, const Request& request, Done&& done) {
   const int peer = request.peer_;
-  // A receive from any source does not count peers that left normally as missing, unless all have left: then it fails.
-  // While its message may also come from outside the group, peers that left are no failure.
+  // For a receive from any source, peers that left normally do not count as missing, unless all peers have left: then
+  // the receive fails. While the message may also come from outside the group, a peer that left normally never makes
+  // the receive fail.
   wait.spares_departed = &request.may_come_from_beyond_;
   auto gone = [&](int r) {
     return r == control_.rank() || control_.member(r).state.load(std::memory_order_acquire) == MemberState::kDeparted;
@@ -206,7 +207,7 @@ void PointToPoint::await_request(Wait& wait, const Request& request, Done&& done
     return true;
   };
   if (!wait.quiet && peer >= 0)
-    wait.awaited = [this, &request] {  // captures two words: std::function does not allocate
+    wait.awaited = [this, &request] {  // captures two words, so std::function does not allocate
       std::lock_guard lock(mutex_);
       const bool is_all = num_pending() == 1 && !request.done();
       return is_all ? Awaited{request.peer_, request.op_ == Op::kSend} : Awaited{};
@@ -246,7 +247,7 @@ void PointToPoint::run_background() {
     num_vain_looks = pending() ? 0 : num_vain_looks + 1;
     if (stopping_ || num_waiters_ > 0 || num_vain_looks > 0) continue;
     try {
-      // Wait for one request on behalf of all: the death of its peer, or its deadline, ends the wait.
+      // Wait for one request on behalf of all requests: the death of its peer, or its deadline, ends the wait.
       std::shared_ptr<Request> oldest = posted_.empty() ? nullptr : posted_.begin()->second;
       for (const Outgoing& out : outgoing_)
         if (!out.queue.empty()) oldest = out.queue.front();

@@ -21,8 +21,8 @@
 
 namespace phalanx {
 
-/// The peer of a receive whose message may come from any rank of this group or from outside the group; if it comes from
-/// outside, the receive is cancelled.
+/// Stands for the peer of a receive whose message may come from any rank of this group or from outside the group. If
+/// the message comes from outside, the receive is cancelled.
 constexpr int kAnyOrBeyond = -2;
 
 /// A send or receive in flight. Shared between the caller, who waits, and the thread that moves its data.
@@ -42,7 +42,7 @@ class Request : public Work {
   std::uint64_t number_ = 0;  // for a receive, its place in the order in which receives were posted
   Items items_{};
   std::byte* data_ = nullptr;
-  std::size_t moved_ = 0;  // bytes so far
+  std::size_t moved_ = 0;  // bytes moved so far
   std::string site_;
 };
 
@@ -51,24 +51,26 @@ class PointToPoint {
   explicit PointToPoint(ControlBlock& control);
   ~PointToPoint();
 
-  /// Start a message: `op` is kSend or kRecv. A receive from `peer` -1 takes any source. `data` must live until the
-  /// request is done. `site`: the line of the call; only a receive needs it, because its errors show the line.
+  /// Start a message: `op` is kSend or kRecv. A receive from `peer` -1 accepts a message from any source. `data` must
+  /// live until the request is done. `site`: the line of the call; only a receive needs it, because the errors of a
+  /// receive show the line.
   std::shared_ptr<Request> post(Op op, void* data, Items items, int peer, std::int64_t tag, std::string site);
   /// Send or receive a message, and return when it is done. Returns the peer's rank.
   int run(Op op, void* data, Items items, int peer, std::int64_t tag, Hooks& hooks);
   /// Wait for the request, making progress meanwhile; throws the request's failure.
   void wait(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s);
-  /// Wait for `timeout_s` at most. Returns whether the request is done; if it is not, it continues. Throws the
+  /// Wait for `timeout_s` at most. Returns whether the request is done; if not, the request continues. Throws the
   /// request's failure.
   bool wait_briefly(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s);
-  /// Cancel a receive, which is then done and has failed. Returns false, and does nothing, if it already has a message.
+  /// Cancel a receive, which is then done and has failed. Returns false, and does nothing, if the receive already has a
+  /// message.
   bool cancel(const std::shared_ptr<Request>& request);
   /// Stop the background thread. Unfinished requests fail.
   void stop();
 
  private:
-  /// A message that came before its receive was posted. It was taken out of the ring to reach a later message that was
-  /// wanted.
+  /// A message that arrived before its receive was posted. It was taken out of the ring so that a wanted message behind
+  /// it could be reached.
   struct Unexpected {
     Fragment head;
     std::vector<std::byte> data;
@@ -77,15 +79,15 @@ class PointToPoint {
   /// The state of the channel from one rank, and the message that its next fragments belong to.
   struct Incoming {
     Channel* channel = nullptr;
-    std::uint64_t num_taken = 0, position = 0;  // records; where the next fragment begins in the byte ring
+    std::uint64_t num_taken = 0, position = 0;  // records taken; where the next fragment begins in the byte ring
     std::shared_ptr<Request> into;              // the message goes into this receive,
     std::shared_ptr<Unexpected> held;           // or is kept here, because no receive wants it yet
     std::map<std::int64_t, std::deque<std::shared_ptr<Unexpected>>> unexpected;  // messages by tag; no queue is empty
   };
   struct Outgoing {
     Channel* channel = nullptr;
-    std::uint64_t num_sent = 0, position = 0;           // records; where the next fragment goes in the byte ring
-    std::uint64_t num_taken = 0, bytes_taken = 0;  // the receiver's, when this rank last read them
+    std::uint64_t num_sent = 0, position = 0;           // records sent; where the next fragment goes in the byte ring
+    std::uint64_t num_taken = 0, bytes_taken = 0;  // the receiver's positions when this rank last read them
     std::deque<std::shared_ptr<Request>> queue;
   };
 
@@ -117,13 +119,13 @@ class PointToPoint {
   std::mutex mutex_;
   std::vector<Outgoing> outgoing_;  // by destination
   std::vector<Incoming> incoming_;  // by source
-  std::map<std::uint64_t, std::shared_ptr<Request>> posted_;            // receives, in order
+  std::map<std::uint64_t, std::shared_ptr<Request>> posted_;            // receives without a message, by number
   std::set<std::tuple<int, std::int64_t, std::uint64_t>> by_source_tag_;  // index of `posted_`: source, tag, number
   std::uint64_t num_posted_ = 0;
   std::map<std::uint64_t, Mapping> mapped_;     // channels by offset
   int next_source_ = 0;
 
-  // The background thread moves messages for which nobody waits, such as an isend whose rank goes on computing.
+  // The background thread moves messages for which nobody waits, such as an isend whose rank continues to compute.
   std::thread thread_;
   std::condition_variable changed_;
   std::atomic<int> num_waiters_{0};

@@ -120,7 +120,7 @@ bool PointToPoint::push(int dst) {
   return moved;
 }
 
-/// Takes fragments from `src` as long as a receive wants one.
+/// Takes fragments from `src` as long as a receive wants a message from it.
 bool PointToPoint::pull(int src) {
   Incoming& in = incoming_[src];
   if (in.channel == nullptr) in.channel = open(src, control_.rank(), false);
@@ -213,7 +213,7 @@ bool PointToPoint::take_unexpected(int src, const std::shared_ptr<Request>& requ
   check_fits(*request, src, message->head);
   std::copy_n(message->data.begin(), message->arrived, request->data_);
   request->moved_ = message->arrived;
-  if (in.held == message) {  // the rest of it has not come yet
+  if (in.held == message) {  // the rest of the message has not arrived yet
     in.held = nullptr;
     in.into = request;
   }

@@ -1,7 +1,7 @@
 // Signals of a window: counters in memory that all ranks of a host map, one for each pair of sender and receiver.
 //
 // A sender adds one to the counter; a receiver waits until the counter has reached the number of the signal that it
-// expects. So signals are never lost, and a sender never waits. After the wait, the receiver sees what the sender wrote
+// expects. So no signal is lost, and a sender never waits. After the wait, the receiver sees what the sender wrote
 // before the signal (a put). The receiver waits as it does for a message, asleep on the same bell, so it notices
 // deaths, aborts, Ctrl-C and its deadline. Empty messages were the alternative, but a ring has 128 records, so the
 // 129th signal would have to wait for the receiver.
@@ -18,8 +18,8 @@ namespace phalanx {
 using SignalCounter = std::atomic<std::uint64_t>;
 
 /// True if this thread has checked within the last millisecond that the peer is alive; if not, the caller must check
-/// now. Asking the kernel takes ten times as long as the signal. If the peer has ended since, the next call notices it,
-/// or the wait for its answer.
+/// now. Asking the kernel takes ten times as long as the signal. If the peer has ended since then, the next call or the
+/// wait for the peer's answer notices it.
 inline bool was_just_alive(const ControlBlock& control, int peer) {
   thread_local struct {
     const ControlBlock* control = nullptr;
@@ -32,8 +32,8 @@ inline bool was_just_alive(const ControlBlock& control, int peer) {
   return false;
 }
 
-/// Send one more signal to rank `peer`, and wake the rank. Throws if it has ended or left the group, or if the group
-/// has ended.
+/// Send one more signal to rank `peer`, and wake the rank. Throws if the rank has ended or left the group, or if the
+/// group has ended.
 inline void send_signal(ControlBlock& control, SignalCounter& counter, int peer, Hooks& hooks) {
   Call call;
   call.op = Op::kSignal;

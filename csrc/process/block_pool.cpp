@@ -38,12 +38,12 @@ struct Headroom {
 
 const char* const kHost = "/proc/meminfo";
 
-// Both return no value if the kernel does not report the numbers.
+// These two functions return no value if the kernel does not report the numbers.
 std::optional<Headroom> headroom_of(const Limit& limit) {
   const auto used = number_in(read_text(limit.used));
   if (!used) return {};
   Headroom room{limit.bytes, limit.bytes - std::min(*used, limit.bytes)};
-  if (room.left < limit.bytes / 4)  // near the limit: ask how much of the usage is cache
+  if (room.left < limit.bytes / 4)  // near the limit: find out how much of the usage is cache
     room.left += std::min(number_in(read_text(limit.stat), limit.cache + " ").value_or(0), *used);
   return room;
 }
@@ -55,7 +55,7 @@ std::optional<Headroom> headroom_of_host() {
   return Headroom{*total << 10, *left << 10};
 }
 
-/// The block pool. A process has one and never destroys it, because tensors live until its end.
+/// The block pool. A process has at most one, and never destroys it, because tensors live until the process ends.
 class BlockPool {
  public:
   BlockPool(std::size_t reach, bool huge_pages, std::vector<Limit> limits)
@@ -68,7 +68,7 @@ class BlockPool {
     if (!keeps_) return nullptr;
     if (!has_thread_) start_thread();
     if (const std::size_t growth = blocks_.growth(bytes)) {
-      if (growth >= budget_) look();  // a growing pool looks at the limits before it could exceed one
+      if (growth >= budget_) look();  // check the limits before the pool could exceed one
       if (!keeps_) return nullptr;
       budget_ -= std::min(growth, budget_);
     }
@@ -128,12 +128,12 @@ class BlockPool {
       return nullptr;
     };
     if (pthread_create(&thread, nullptr, run, this) == 0) {
-      pthread_setname_np(thread, kThread);  // here, so that the thread is named once this call returns
+      pthread_setname_np(thread, kThread);  // here, so that the thread has its name when this call returns
       pthread_detach(thread);
       has_thread_ = true;
     } else {
       keeps_ = false;  // without the thread nobody would give memory back
-      why_ = "no thread can be had";
+      why_ = "no thread can be started";
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     window_began_ = Clock::now();
@@ -166,7 +166,7 @@ class BlockPool {
   Clock::time_point window_began_;
 };
 
-// Set once, before anything calls the functions below.
+// Set once, before torch calls the functions below.
 BlockPool* g_pool = nullptr;
 
 int allocate(void** block, std::size_t alignment, std::size_t bytes) noexcept {

@@ -1,10 +1,11 @@
 // The block pool of a process: it keeps the large blocks that torch frees, as long as memory is plentiful.
 //
-// Each process compares memory usage with the limits of the host and of every cgroup above it (version 1 or 2). It does
-// so before its pool grows by more than an eighth of what was left last time, and regularly in a thread, because an
-// idle rank may keep memory that another rank needs. The thread starts with the first large block and wakes every 0.05
-// to 0.5 s; the less memory is left, the more often. If less than an eighth of a limit is left, or less than the pool
-// keeps (of which at most 512 MiB count), the pool gives everything back and leaves all further blocks to glibc. A
+// Each process compares memory usage with the limits of the host and of every cgroup that contains the process (version
+// 1 or 2). It does so before its pool grows by more than an eighth of the memory that was left at the last check. A
+// thread does so regularly, too, because an idle rank may keep memory that another rank needs. The thread starts with
+// the first large block and wakes every 0.05 to 0.5 s; the less memory is left, the more often. If less than an eighth
+// of a limit is left, or less than the pool keeps (of which at most 512 MiB count), the pool gives back all its free
+// memory and leaves all further blocks to glibc. Blocks that are still in use are given back when they are freed. A
 // limit or usage file that exists but can't be read counts as a limit that is near. memory.high counts like memory.max.
 #pragma once
 
@@ -25,7 +26,7 @@ struct Limit {
 struct BlockPoolState {
   bool keeps = false;  // false: the pool was not started, or has stopped
   std::string why;     // why it has stopped
-  std::uint64_t resident = 0, unused = 0;  // bytes: all of the pool, and those that no tensor uses
+  std::uint64_t resident = 0, unused = 0;  // bytes: all that are resident, and those that no tensor uses
 };
 
 /// Serve the large blocks of torch's CPU tensors from a pool, until a memory limit is near.

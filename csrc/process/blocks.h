@@ -5,20 +5,21 @@
 // on a virtual machine a page fault is expensive. So ranks keep the blocks of 1 MiB and more that torch frees. `make
 // bench-step` measures the gain.
 //
-// The pool is one range of addresses, in huge pages where the kernel has them. A block is the best fit among the free
-// spans, in units of 64 KiB; adjacent free spans are merged. However fragmented the pool is, resident memory never
+// The pool is one range of addresses, in huge pages where the kernel has them. A block is taken from the free span that
+// fits best, in units of 64 KiB; adjacent free spans are merged. However fragmented the pool is, resident memory never
 // exceeds 9/8 of the most that tensors needed at once in this window of 10 s or the previous one: if a block needs new
-// pages beyond that, free pages elsewhere are given back first. So after two windows, the pool has returned memory that
-// only a large evaluation needed. With a tighter bound, a model whose blocks differ greatly in size, like the large CNN
-// of the bench, would give pages back and fault them in again in every step.
+// pages beyond that, free pages elsewhere are first given back to the kernel. So two windows after a large evaluation,
+// the pool has given back the memory that only the evaluation needed. With a tighter bound, the pool would give pages
+// back and fault them in again in every step of a model whose blocks differ greatly in size, like the large CNN of the
+// bench.
 //
 // Why not glibc's settings: with GLIBC_TUNABLES that forbid mmap and trimming, steps are as fast, but the heap grows
-// without a bound. The probable reason is that posix_memalign leaves a small remainder beside each block and small
-// objects move into it, so the hole is then too small for the next block of the same size. THP_MEM_ALLOC_ENABLE alone
-// still faults in every huge page again in each step.
+// without a bound. The probable reason is that posix_memalign leaves a small remainder beside each block, and small
+// objects move into that remainder. Once the block is freed, its hole is too small for the next aligned block of the
+// same size. With THP_MEM_ALLOC_ENABLE alone, each step still faults in every huge page again.
 //
-// Why not another allocator: these are milliseconds per step on two shared cores. The other libraries were preloaded
-// under plain python, and their runs alternated with those of phalanx run:
+// Why not another allocator: the table shows milliseconds per step on two shared cores. The other libraries were
+// preloaded under plain python, and their runs alternated with those of `phalanx run`:
 //     python -m bench.step --ranks 1 --only "MLP of 17 M,large CNN,small GPT" --allocators PATH,...
 //
 //                    jemalloc 5.3   mimalloc 2.0   tcmalloc 2.10   glibc   phalanx run
@@ -46,7 +47,7 @@ constexpr std::size_t kUnit = 64 << 10;
 /// Allocates blocks in one range of addresses.
 ///
 /// BOUND. Resident memory never exceeds 9/8 of the most that was in use at once in this window of time or the previous
-/// one, however fragmented the pool is. Not thread-safe: its owner locks.
+/// one, even if the pool is fragmented. Not thread-safe: its owner locks.
 class Blocks {
  public:
   /// Reserve `reach` bytes of addresses, none of which is resident yet.
@@ -84,11 +85,11 @@ class Blocks {
   const std::size_t reach_;
   std::byte* base_;
   std::size_t live_ = 0, resident_ = 0;
-  std::size_t top_ = 0;  // units from this one on have never been touched
+  std::size_t top_ = 0;  // the units from this one on have never been touched
   std::size_t peak_ = 0, last_peak_ = 0;              // the maxima of live_ in this window and the previous one
   std::unique_ptr<std::uint8_t[], void (*)(void*)> touched_;  // whether each unit is resident
   Spans free_;
-  std::set<std::pair<std::size_t, std::size_t>> by_length_;   // the free spans again: (length, start)
+  std::set<std::pair<std::size_t, std::size_t>> by_length_;   // the same spans, ordered by (length, start)
   std::unordered_map<std::size_t, std::size_t> taken_;        // length by start
 };
 

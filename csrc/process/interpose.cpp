@@ -35,7 +35,7 @@ struct Dynamic {
 
  private:
   void read(const ElfW(Dyn)* entry, ElfW(Addr) base) {
-    // glibc has turned the offsets into addresses if the section is writable.
+    // If the section is writable, glibc has replaced the offsets in it by addresses.
     const auto at = [base](ElfW(Addr) value) { return value < base ? base + value : value; };
     for (; entry->d_tag != DT_NULL; ++entry) {
       switch (entry->d_tag) {
@@ -67,7 +67,7 @@ struct Search {
   std::function<bool(const dl_phdr_info&)> is_wanted;
   std::span<const Replacement> replacements;
   std::vector<Slot> slots;
-  std::size_t num_found = 0;  // replacements for which a slot was found
+  std::size_t num_found = 0;  // number of replacements for which a slot was found
 };
 
 int search(dl_phdr_info* library, std::size_t, void* data) {

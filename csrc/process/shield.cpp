@@ -24,7 +24,7 @@ void pass_on(int sig, siginfo_t* info, void* context) {
   if (before.sa_handler == SIG_IGN) return;
   if (before.sa_handler != SIG_DFL) return before.sa_handler(sig);
   sigaction(sig, &before, nullptr);
-  raise(sig);  // blocked until this handler returns
+  raise(sig);  // the signal is blocked until this handler returns
 }
 
 void hear(int sig, siginfo_t* info, void* context) {
@@ -42,7 +42,9 @@ void obey_only(pid_t owner, const std::vector<int>& signals) {
   g_owner = owner;
   g_self = getpid();
   for (const int sig : signals) {
-    if (sig < 1 || sig >= kSignals) throw std::invalid_argument("no signal has the number " + std::to_string(sig));
+    if (sig < 1 || sig >= kSignals)
+      throw std::invalid_argument("signal must lie in [1, " + std::to_string(kSignals - 1) + "], got " +
+                                  std::to_string(sig));
     struct sigaction now {};
     if (sigaction(sig, nullptr, &now) != 0) throw std::system_error(errno, std::generic_category(), "sigaction");
     if ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == hear) continue;

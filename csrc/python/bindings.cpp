@@ -1,5 +1,6 @@
-// The core as a Python module. Its calls take addresses, counts and codes, or plain tensors. Operations keep no Python
-// object, and wait without the GIL.
+// The core as a Python module, whose stub is src/phalanx/_core.pyi: a change here needs the same change there. Its
+// functions take addresses, counts and codes, or plain tensors. Operations hold no reference to a Python object, and
+// wait without the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/chrono.h>
 #include <nanobind/stl/function.h>
@@ -31,8 +32,8 @@ namespace phalanx {
 namespace {
 
 
-/// Hooks of a rank that joins a group: each tick also calls a Python function, which looks for errors of other ranks in
-/// the store.
+/// Hooks of a rank that joins a group: each tick also calls a Python function, which looks in the store for errors of
+/// other ranks.
 class JoinHooks : public PythonHooks {
  public:
   JoinHooks(WithoutGil& thread, nb::object& look) : PythonHooks(thread), look_(look) {}
@@ -56,7 +57,7 @@ nb::object error_object(std::exception_ptr error) {
   }
 }
 
-/// A queue of finished operations, by number, whose futures are yet to be fulfilled. Python threads read it.
+/// A queue of the numbers of finished operations whose futures are yet to be completed. Python threads read the queue.
 ///
 /// Held by shared_ptr, so that a native thread that drops the last reference needs no GIL.
 class Completions : public std::enable_shared_from_this<Completions> {
@@ -66,7 +67,7 @@ class Completions : public std::enable_shared_from_this<Completions> {
     numbers_.push_back(number);
     ready_.notify_one();
   }
-  /// The next number, or -1 once closed.
+  /// Wait for the next number and return it; -1 once the queue is closed and empty.
   std::int64_t pop() {
     std::unique_lock lock(mutex_);
     ready_.wait(lock, [&] { return closed_ || !numbers_.empty(); });
@@ -136,7 +137,7 @@ void bind_handles(nb::module_& m) {
   nb::class_<Completions>(m, "Completions")
       .def(nb::new_([] { return std::make_shared<Completions>(); }))
       .def("pop", &Completions::pop, nb::call_guard<nb::gil_scoped_release>())
-      .def("push", &Completions::push, nb::arg("number"), "For operations that are not the core's own.")
+      .def("push", &Completions::push, nb::arg("number"), "Push the number of an operation that the core does not run.")
       .def("close", &Completions::close);
   nb::class_<Work>(m, "Work")
       .def_prop_ro("done", &Work::done)
@@ -168,7 +169,7 @@ void bind_group(nb::module_& m) {
   group.def_prop_ro("seq", [](Group& g) { return g.collectives().seq() - 1; });  // the join does not count
   group.def_prop_ro("spins", [](Group& g) { return g.control().spins(); });
   group.def_prop_ro("ended", [](Group& g) { return g.control().ended(); });
-  group.def_prop_ro("told", [](Group& g) { return g.control().told(); }, "Whether any rank has ended it.");
+  group.def_prop_ro("told", [](Group& g) { return g.control().told(); }, "Whether any rank has ended the group.");
   group.def_prop_rw("records_collectives", [](Group& g) { return g.collectives().records; },
                     [](Group& g, bool records) { g.collectives().records = records; });
   group.def_prop_rw("compares_calls", [](Group& g) { return g.collectives().compares_calls; },
@@ -237,7 +238,7 @@ void bind_memory(nb::module_& m) {
   m.def("block_pool", [] {
     const BlockPoolState state = block_pool();
     return nb::make_tuple(state.keeps, state.why, state.resident, state.unused);
-  }, "Whether blocks are kept, why no longer, the resident bytes of the pool, and those of them that nobody uses.");
+  }, "Whether blocks are kept; if not, why; resident bytes; unused bytes among them.");
 }
 
 }  // namespace
@@ -296,7 +297,7 @@ NB_MODULE(_core, m) {
       found = digests(bytes, num_threads);
     }
     return nb::bytes(found.data(), found.size() * sizeof(Digest));
-  }, nb::arg("pieces"), nb::arg("sizes"), nb::arg("num_threads"), "16 bytes of each piece, one after the other.");
+  }, nb::arg("pieces"), nb::arg("sizes"), nb::arg("num_threads"), "The 16-byte digests, concatenated.");
   bind_recorder(m);
   bind_memory(m);
   bind_segment(m);

@@ -1,5 +1,6 @@
-// The collectives and messages of a group as Python calls them. Collectives are described once and started in one
-// place.
+// The collectives and messages of a group as Python calls them. A change to a function here also changes its stub in
+// src/phalanx/_core.pyi and its callers in src/phalanx/backend/calls. Each collective is described as a Collective, and
+// start() starts them all.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/chrono.h>
 #include <nanobind/stl/optional.h>
@@ -32,7 +33,7 @@ struct Collective {
   int kernel = 0;  // for a reduction, the ReduceOp to compute
   int code = -1;   // for a reduction, the code that ranks must agree on; PREMUL_SUM has its own
   int root = -1;
-  CountList in_counts{}, out_counts{};  // elements of each rank's block, where blocks differ
+  CountList in_counts{}, out_counts{};  // elements of each rank's block, if the blocks differ in size
 
   Reduction reduction() const {
     return {static_cast<std::uint8_t>(code + 1),
@@ -111,7 +112,8 @@ class Side {
   Memories memories_;
 };
 
-/// True if no output overlaps another output or an input. A rank's own block may be the same memory on both sides.
+/// True if no output overlaps another output or an input. The block that a rank passes to itself may be the same memory
+/// as input and as output.
 bool are_apart(Side& ins, Side& outs, std::size_t rank) {
   const bool is_gathered = ins.blocks.size() == 1;
   if (!is_gathered && outs.blocks.size() != 1) return !overlap(outs.ranges, ins.ranges);
@@ -128,8 +130,9 @@ bool are_apart(Side& ins, Side& outs, std::size_t rank) {
   return !overlap(outs.ranges, ins.ranges);
 }
 
-/// Runs a blocking collective of plain tensors. Returns false, and does nothing, if a tensor is not plain or the call
-/// is unusual. The caller then goes through the full checks in Python, which also explain mistakes.
+/// Runs a blocking collective of plain tensors. Returns false, and does nothing, if a tensor is not plain, if the
+/// arguments do not match, or if the reduction needs more than a kernel (PREMUL_SUM). The caller then takes the path
+/// with the full checks in Python, which also explain mistakes.
 bool run_plain(Group& g, const Collective& kind, nb::handle inputs, nb::handle outputs, int root, int kernel, int code,
                Timeout timeout) {
   const Op op = kind.op;
@@ -172,7 +175,7 @@ Reduced reduce_pieces(Group& g, const Collective& call, std::span<const Piece> p
   return {squares, waited_s};
 }
 
-/// Reduces a message that lies in several pieces, without copying it together.
+/// Reduces a message that lies in several pieces, without first copying the pieces into one.
 Reduced all_reduce_pieces(Group& g, const Collective& call, const Addresses& ins, const Addresses& outs,
                           const CountList& counts, std::size_t num_squared, Timeout timeout) {
   std::vector<Piece> pieces;
@@ -181,8 +184,8 @@ Reduced all_reduce_pieces(Group& g, const Collective& call, const Addresses& ins
   return reduce_pieces(g, call, pieces, num_squared > 0, timeout);
 }
 
-/// Averages `tensors` and `marks` in place. `with_squares`: also add up the squares of `tensors`. Returns no value, and
-/// does nothing, if one of them is not plain or their dtypes differ.
+/// Averages `tensors` and `marks` in place. `with_squares`: also add up the squares of `tensors`, but not of `marks`.
+/// Returns no value, and does nothing, if a tensor is not plain or the dtypes differ.
 std::optional<Reduced> average_plain(Group& g, nb::handle tensors, nb::handle marks, bool with_squares, Timeout timeout) {
   std::array<std::byte, 4096> room;
   std::pmr::monotonic_buffer_resource resource(room.data(), room.size());
@@ -202,8 +205,8 @@ std::optional<Reduced> average_plain(Group& g, nb::handle tensors, nb::handle ma
   return reduce_pieces(g, call, pieces, with_squares, timeout);
 }
 
-/// Returns the memory of a plain tensor, or of the only one in a list, for a message with `peer`. Returns no value if
-/// the tensor is not plain, or `peer` is neither a rank of the group nor, for a receive, -1 (any source).
+/// Returns the memory of a plain tensor, or of the only tensor in a list, for a message to or from `peer`. Returns no
+/// value if the tensor is not plain, or `peer` is neither a rank of the group nor, for a receive, -1 (any source).
 std::optional<Memory> plain_message(Group& g, Op op, nb::handle tensor, int peer) {
   std::array<std::byte, 2 * sizeof(Memory)> room;
   std::pmr::monotonic_buffer_resource resource(room.data(), room.size());
@@ -265,19 +268,19 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
     std::pmr::vector<Range> written = ranges(writes, write_bytes);
     return overlap(written, ranges(reads, read_bytes));
   }, nb::arg("writes"), nb::arg("write_bytes"), nb::arg("reads"), nb::arg("read_bytes"),
-     "True if a range that is written overlaps another one, or one that is read.");
+     "True if two written ranges overlap, or a written and a read one.");
   group.def("run", [](Group& g, const Collective& call, Addresses ins, Addresses outs, Timeout timeout, Site site) {
     return start(g, call.op, site, timeout.count(),
                  [call, ins = std::move(ins), outs = std::move(outs)](Collectives& c, const Context& x) {
                    call.run(c, x, inputs(ins), outputs(outs));
                  });
   }, nb::arg("call"), nb::arg("ins"), nb::arg("outs"), nb::arg("timeout"), nb::arg("site").none(),
-     "Run a collective: in this thread, or on the native one when it comes with a site; then its CollectiveWork is returned.");
+     "Run a collective in this thread; with `site`, queue it and return its CollectiveWork.");
   group.def("run_plain", &run_plain, nb::arg("kind"), nb::arg("ins").none(), nb::arg("outs").none(), nb::arg("root"),
             nb::arg("kernel"), nb::arg("code"), nb::arg("timeout"));
   group.def("all_reduce_pieces", &all_reduce_pieces);
   group.def("average_plain", &average_plain);
-  // The next four functions serve windows. Python keeps the addresses of a window's counters mapped during the call.
+  // The next four functions serve windows. During a call, Python keeps the memory of the window's counters mapped.
   group.def("require_peer", [](Group& g, int peer, bool is_put) {
     WithoutGil thread;
     PythonHooks hooks(thread);
@@ -285,7 +288,7 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
     call.op = is_put ? Op::kPut : Op::kMap;
     g.control().require_peer(call, peer, hooks);
   }, nb::arg("peer"), nb::arg("is_put"),
-     "Throw if the group has ended, or this rank of it has ended or left: for a put, or for a mapping.");
+     "Throw if the group has ended, or `peer` has ended or left it.");
   group.def("signal", [](Group& g, Address counter, int peer) {
     WithoutGil thread;
     PythonHooks hooks(thread);
@@ -311,7 +314,7 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
               [op](Group& g, nb::handle tensor, int peer, std::int64_t tag) -> nb::object {
       const auto memory = plain_message(g, op, tensor, peer);
       if (!memory) return nb::none();
-      // Only a receive needs its line, which its error shows if the message has another size or dtype.
+      // Only a receive needs its line: if the message has another size or dtype, the receive's error shows the line.
       std::string site = op == Op::kRecv ? nb::cast<std::string>((*g_call_site)()) : "";
       const auto request = post(g, op, *memory, peer, tag, std::move(site));
       if (request->done() && !request->error()) return nb::int_(request->source());

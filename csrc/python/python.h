@@ -34,7 +34,7 @@ class WithoutGil {
   WithoutGil() : thread_(PyEval_SaveThread()) {}
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
-  ~WithoutGil() { PyEval_RestoreThread(thread_); }  // never returns if the interpreter ends, see parking.h
+  ~WithoutGil() { PyEval_RestoreThread(thread_); }  // never returns once the interpreter ends, see parking.h
 
   /// Run `body` with the GIL, which is taken with this thread's own state. nb::gil_scoped_acquire would search for that
   /// state, and read freed memory if the interpreter is gone but the process has not ended yet.
@@ -68,8 +68,8 @@ class PythonHooks : public Hooks {
       try {
         return nb::cast<std::string>((*g_call_site)());
       } catch (const nb::python_error& error) {
-        // If the recursion is too deep, the message goes without a line. Any other exception was raised by a signal
-        // handler while Python looked for the line. It belongs to the user, and raise() throws it.
+        // If the recursion is too deep, the message shows no line. Any other exception was raised by a signal handler
+        // while Python looked for the line. That exception belongs to the user, and raise() throws it.
         if (!error.matches(PyExc_RecursionError)) raised_ = std::current_exception();
         return {};
       }
@@ -112,18 +112,18 @@ inline void* pointer(Address address) { return reinterpret_cast<void*>(address);
 inline std::span<const void* const> inputs(const Addresses& a) { return {reinterpret_cast<const void* const*>(a.data()), a.size()}; }
 inline std::span<void* const> outputs(const Addresses& a) { return {reinterpret_cast<void* const*>(a.data()), a.size()}; }
 
-/// Limits a time to a value that the core's clocks can count. 64 bits of nanoseconds overflow after 292 years; the
+/// Limits a time to a value that the core's clocks can represent. 64 bits of nanoseconds overflow after 292 years; the
 /// default of `most` is about 30 years. NaN and negative times become 0.
 inline double bounded(double seconds, double most = 1e9) { return seconds > 0 ? std::min(seconds, most) : 0; }
 
-/// The line at which an asynchronous call was made; none for a blocking call.
+/// The line at which an asynchronous call was made; no value for a blocking call.
 using Site = std::optional<std::string>;
 
 /// torch's form of a timeout; zero or less stands for the group's timeout.
 using Timeout = std::chrono::duration<double>;
 
-/// Runs `body`. If the system refuses it a resource, such as a thread, the group ends on all ranks, because the others
-/// would wait for this one.
+/// Runs `body`. If the system refuses a resource that `body` needs, such as a thread, the group ends on all ranks,
+/// because the other ranks would wait for this one.
 template <class Body>
 decltype(auto) guarded(Group& group, Op op, Body&& body) {
   ControlBlock& control = group.control();
@@ -142,7 +142,8 @@ decltype(auto) guarded(Group& group, Op op, Body&& body) {
   }
 }
 
-/// Without a `site`, runs `body` in the calling thread and returns null; with one, queues it and returns its work.
+/// Without a `site`, runs `body` in the calling thread and returns null; with a `site`, queues `body` and returns its
+/// Work.
 template <class Body>
 std::shared_ptr<CollectiveWork> start(Group& group, Op op, const Site& site, double timeout_s, Body body) {
   group.note_issued();

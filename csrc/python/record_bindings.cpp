@@ -1,9 +1,10 @@
 // The black box as Python sees it, and how the line of a call is found.
 //
 // Every event has a line, so that a rank that is killed while it computes shows the line of its last call. Finding the
-// line means walking up Python's frames. 3 to 6 of them belong to torch and to us, and each becomes a Python object on
-// the way. Two small tables remember recent functions and instructions, so a line costs up to 1 us. Reading the frames
-// in place would cost less, but their layout changes with each Python, and a mistake would kill a training run.
+// line means walking up Python's frames. 3 to 6 frames belong to torch and to Phalanx, and each frame becomes a Python
+// object on the way. Two small tables remember recent functions and instructions, so a line costs up to 1 us. Reading
+// the frames in place would cost less, but their layout changes with each version of Python, and a mistake would kill a
+// training run.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -26,8 +27,8 @@ std::string shown_file(PyObject* code) {
   try {
     return nb::cast<std::string>((*g_shown_file)(nb::handle(code)));
   } catch (const nb::python_error& error) {
-    // If the recursion is too deep, the event goes without a line. Any other exception was raised by a signal handler
-    // and belongs to the user.
+    // If the recursion is too deep, the event has no line. Any other exception was raised by a signal handler and
+    // belongs to the user.
     if (!error.matches(PyExc_RecursionError)) throw;
     return {};
   }
@@ -77,8 +78,8 @@ const std::string& file_of(PyObject* code) {
   return found->second;
 }
 
-// The stable ABI lacks the two functions below, and so does Python before 3.11. Reading an attribute instead creates an
-// object each time.
+// The stable ABI and Python before 3.11 lack the C functions that these two helpers wrap. Without those functions, the
+// helpers read an attribute of the frame instead, which creates an object each time.
 #if defined(Py_LIMITED_API) || PY_VERSION_HEX < 0x030b0000
 nb::object caller_of(PyFrameObject* frame) {
   static PyObject* const f_back = PyUnicode_InternFromString("f_back");
@@ -122,7 +123,7 @@ std::uint32_t recorded_site() {
     if (!file.empty()) return line_of(*writer, raw, code.ptr(), file);
     frame = caller_of(raw);
   }
-  PyErr_Clear();  // walking up failed, for lack of memory: the event goes without a line
+  PyErr_Clear();  // walking up failed for lack of memory: the event has no line
   return 0;
 }
 
@@ -138,14 +139,14 @@ void bind_recorder(nb::module_& m) {
       throw nb::python_error();
     }
   }, nb::arg("fd"), nb::arg("offset"), nb::arg("rank"), nb::arg("world_size"),
-     "Record what this process does from here on in BOX_BYTES of a file, from a page on. OSError: it can't be mapped.");
+     "Record events into BOX_BYTES of a file, at a page-aligned offset. OSError: it can't be mapped.");
   static Recorder* stopped = nullptr;
   m.def("stop_recording", [] {
     if (Recorder* const one = g_recorder.exchange(nullptr, std::memory_order_acq_rel)) stopped = one;
-  }, "Record no more.");
+  }, "Stop recording.");
   m.def("resume_recording", [] {
     if (recorder() == nullptr && stopped != nullptr) g_recorder.store(stopped, std::memory_order_release);
-  }, "Go on after stop_recording().");
+  }, "Resume after stop_recording().");
   m.def("is_recording", [] { return recorder() != nullptr; });
   m.def("begin_event", [](int kind, int code, const std::string& text, std::uint64_t seq, std::uint64_t value,
                           const std::string& site) {
@@ -154,7 +155,7 @@ void bind_recorder(nb::module_& m) {
     return writer->begin(static_cast<EventKind>(kind), static_cast<std::uint16_t>(code), writer->text(text),
                          site.empty() ? recorded_site() : writer->text(site), seq, value);
   }, nb::arg("kind"), nb::arg("code"), nb::arg("text"), nb::arg("seq"), nb::arg("value"), nb::arg("site") = "",
-     "Begin an event at a line, or at the caller's; return its number, for end_event().");
+     "Begin an event at `site`, or else at the caller's line; return its number.");
   m.def("end_event", [](std::uint64_t number) {
     if (Recorder* const writer = recorder(); writer != nullptr && number != 0) writer->end(number);
   }, nb::arg("number"));

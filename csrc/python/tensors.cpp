@@ -66,7 +66,7 @@ std::optional<Dtype> find_dtype(DLDataType type) {
   }
 }
 
-/// The number of elements, if they lie one after the other.
+/// The number of elements if they lie one after the other; otherwise no value.
 std::optional<std::size_t> count_in_one_piece(const DLTensor& tensor) {
   std::int64_t count = 1;
   bool in_order = true;
@@ -78,7 +78,7 @@ std::optional<std::size_t> count_in_one_piece(const DLTensor& tensor) {
   return static_cast<std::size_t>(count);
 }
 
-/// Owns a new reference. If it is null, clears the exception that came with it.
+/// Owns a new reference. If the reference is null, clears the exception that was set with it.
 class Reference {
  public:
   explicit Reference(PyObject* object) : object_(object) {
@@ -97,7 +97,8 @@ PyObject* ask(PyObject* object, PyObject* method) { return PyObject_VectorcallMe
 
 bool denies(PyObject* tensor, PyObject* method) { return Reference(ask(tensor, method)).get() == Py_False; }
 
-/// True if the elements are whole bytes. DLPack describes torch's int1 to int7 and uint1 to uint7 as bytes, too.
+/// True if the elements are whole bytes. DLPack describes torch's int1 to int7 and uint1 to uint7 as bytes, too, so
+/// this function asks torch.
 bool are_bytes(PyObject* tensor) {
   const Reference found(PyObject_GetAttr(tensor, dtype));
   return found.get() != nullptr && (found.get() == int8 || found.get() == uint8);
@@ -110,9 +111,10 @@ std::size_t number(PyObject* object, PyObject* method) {
   return value;
 }
 
-/// The storage that holds the elements at an address, and the offset of the address in it in bytes. It is remembered,
-/// because asking a tensor for both costs more than all other questions together. The reference is weak, so we notice
-/// if the storage has been freed, in which case its memory may belong to another storage.
+/// The storage that holds the elements at an address, and the offset of the address from the beginning of that storage,
+/// in bytes. Locations are kept, because asking a tensor for its storage and offset costs more than all other checks
+/// together. The reference to the storage is weak, so that we notice if the storage has been freed: the address may
+/// then belong to another storage.
 struct Location {
   const void* data;
   std::size_t offset;
@@ -128,7 +130,8 @@ std::size_t room_at(const Location& location, PyObject* storage) {
   return size - std::min(size, location.offset);
 }
 
-/// The number of bytes from an address to the end of its storage if `location` still describes them; otherwise 0.
+/// The number of bytes from the address `data` to the end of its storage, if `location` still describes that address;
+/// otherwise 0.
 std::size_t known_room(const Location& location, const void* data) {
   if (location.storage == nullptr || location.data != data) return 0;
   PyObject* const storage = PyWeakref_GetObject(location.storage);
@@ -155,9 +158,9 @@ bool is_stored(PyObject* tensor, const void* data, const Items& items) {
 
 bool read_one(PyObject* tensor, Memories& memories) {
   if (std::find(tensor_types.begin(), tensor_types.end(), Py_TYPE(tensor)) == tensor_types.end()) return false;
-  // The layout is checked first, because torch takes milliseconds to say that a sparse tensor has no address. If the
-  // object at this address was strided before, it almost certainly still is. If it is not, the only cost is that
-  // torch's answer comes late.
+  // The layout is checked first, because torch takes milliseconds to report that a sparse tensor has no address. If the
+  // last tensor object at this address was strided, this one almost certainly is, too, and is not checked. If it is not
+  // strided, the only cost is those milliseconds.
   PyObject*& known = strided_at[reinterpret_cast<std::uintptr_t>(tensor) / kCacheLine % strided_at.size()];
   if (known != tensor && Reference(PyObject_GetAttr(tensor, layout)).get() != strided_layout) return false;
   known = tensor;

@@ -3,13 +3,13 @@
 // functions need the GIL.
 //
 // The direct path into the core trusts addresses, so it first checks that a tensor is plain: its class is torch's own,
-// its layout strided, its device the CPU, its elements in one piece, and its dtype one that the core computes with. It
+// its layout is strided, its device is the CPU, its elements lie in one piece, and the core computes with its dtype. It
 // is neither a negative nor a conjugate view. It has an address, which tensors wrapped by torch.func or
-// functionalization lack. And its storage, which may have been resized under it, holds all elements. These checks take
-// 0.45 us per tensor. Calls that take another path check in Python that a tensor has the dispatch keys of a dense CPU
-// tensor and no others. If it does not, the tensor goes to torch's dispatcher, which unwraps it and calls us again with
-// plain tensors, or refuses it. Before torch 2.14, the dispatcher would call Gloo instead, so Phalanx refuses such
-// tensors there.
+// functionalization lack. Its storage, which may have been resized since the tensor was made, holds all elements. These
+// checks take 0.45 us per tensor. Calls that take another path check in Python that a tensor has the dispatch keys of a
+// dense CPU tensor and no others. Any other tensor goes to torch's dispatcher, which unwraps it and calls us again with
+// plain tensors, or refuses it. Before torch 2.14, the dispatcher would call Gloo instead, so with these versions
+// Phalanx refuses such tensors.
 #pragma once
 
 #include <Python.h>

@@ -29,7 +29,7 @@ class Gate {
   bool open_ = false;
 };
 
-/// An asynchronous all_reduce that sums `count` values `first`, `first` + 1, ... over the ranks.
+/// An asynchronous all_reduce that sums the `count` values `first`, `first` + 1, ... over the ranks.
 struct SumWork {
   std::vector<std::int64_t> data;
   std::shared_ptr<CollectiveWork> work;
@@ -211,7 +211,7 @@ CASE(everybody_who_asks_is_told_of_the_end) {
 
 CASE(leaving_with_a_job_that_cannot_finish_ends_it) {
   run_ranks(2, [](Rank& self) {
-    if (self.rank == 1) return;  // leaves
+    if (self.rank == 1) return;  // rank 1 leaves
     SumWork sum(self, 4, 0);
     self.group->leave();
     CHECK(sum.work->done() && sum.work->error() != nullptr);

@@ -34,7 +34,7 @@ struct Blocks {
       : Blocks(std::vector<Bytes>(static_cast<std::size_t>(num), Bytes(bytes, 0xee))) {}
 };
 
-/// The step of patterned() with which a rank makes its block for rank `to`: a different one for each `to`.
+/// The `step` that a rank passes to patterned() to make its block for rank `to`. It differs for each `to`.
 int pair_step(int step, int to) { return step + 1000 * (to + 1); }
 Blocks blocks_to_all(int from, int step, int size, std::size_t bytes) {
   std::vector<Bytes> blocks;
@@ -42,7 +42,7 @@ Blocks blocks_to_all(int from, int step, int size, std::size_t bytes) {
   return Blocks(std::move(blocks));
 }
 
-// The sum is private to its thread, so the thread sanitizer would find nothing here and only cost time.
+// The sum is private to its thread: here, the thread sanitizer would find nothing and only cost time.
 __attribute__((no_sanitize("thread"))) void add(std::uint8_t* sum, const std::uint8_t* to_add, std::size_t bytes) {
   for (std::size_t i = 0; i < bytes; ++i) sum[i] = static_cast<std::uint8_t>(sum[i] + to_add[i]);
 }
@@ -208,7 +208,7 @@ CASE(a_second_of_small_collectives_follows_hard_on_each_other) {
 
 template <class T>
 void reduce_everywhere(Rank& self, Dtype dtype) {
-  constexpr std::size_t kMost = 80'003 / sizeof(T);  // chunked; the others are inline and one-shot
+  constexpr std::size_t kMost = 80'003 / sizeof(T);  // chunked; smaller counts are inline and one-shot
   for (int code = 0; code < static_cast<int>(ReduceOp::kCount); ++code) {
     const auto op = static_cast<ReduceOp>(code);
     if (!has_meaning<T>(op)) continue;
@@ -224,7 +224,7 @@ void reduce_everywhere(Rank& self, Dtype dtype) {
         if (!same_value(out[i], reference<T>(op, srcs, i)))
           fail_check(__FILE__, __LINE__, at("all_reduce", count * sizeof(T), self) + ", op " + std::to_string(code) +
                                              ": wrong at element " + std::to_string(i));
-      // The bits must be the same on every rank, also those of a NaN.
+      // The bits must be the same on every rank, even those of a NaN.
       Blocks all(self.size, count * sizeof(T));
       self.collectives().all_gather(self.context(), out.data(), all.outs, bytes_items(count * sizeof(T)));
       for (const Bytes& theirs : all.data)

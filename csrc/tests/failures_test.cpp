@@ -255,7 +255,7 @@ CASE(abort_ends_a_wait_in_another_thread_of_the_same_rank) {
   });
 }
 
-/// A signal handler that raises, such as that of Ctrl-C.
+/// A signal handler that raises an exception, such as the handler of Ctrl-C.
 class Interrupt : public Hooks {
  public:
   void tick() override { throw std::runtime_error("KeyboardInterrupt"); }

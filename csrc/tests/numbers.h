@@ -15,7 +15,7 @@
 
 namespace phalanx::tests {
 
-/// A 16-bit float with `kMantissa` fraction bits.
+/// A 16-bit float whose fraction has `kMantissaBits` bits.
 template <int kMantissaBits>
 struct Short {
   static constexpr int kMantissa = kMantissaBits;

@@ -1,6 +1,7 @@
-// Lets all ranks of a test share one mapping of each range of the segment. The ranks are threads; otherwise each would
-// map the range at an address of its own, as processes do, and the sanitizers, which watch addresses, would not see
-// that the memory is the same. The linker sends the core's calls of mmap and munmap here (--wrap=mmap,--wrap=munmap).
+// Lets all ranks of a test share one mapping of each range of the segment. The ranks are threads. Without this file,
+// each would map a range at an address of its own, as processes do, and the sanitizers, which watch addresses, would
+// not see that the memory is the same. The linker sends the core's calls of mmap and munmap here
+// (--wrap=mmap,--wrap=munmap).
 #include <sys/mman.h>
 #include <sys/stat.h>
 

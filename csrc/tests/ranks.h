@@ -19,7 +19,7 @@ namespace phalanx::tests {
 struct Options {
   double timeout_s = 60;  // ends a rank that hangs; long, because sanitizers make ranks slow
   double spin_us = 50;
-  std::vector<int> global_ranks;  // empty stands for 0, 1, ...
+  std::vector<int> global_ranks;  // if empty: 0, 1, ...
   Tuning tuning{};
 };
 
@@ -75,7 +75,8 @@ inline long blocks_of(const Segment& segment) {
   return static_cast<long>(info.st_blocks);
 }
 
-/// Runs `body(r)` in one thread per r. If threads fail, throws the first failed check, or else the first error.
+/// Runs `body(r)` in one thread per r. If threads fail, throws the first failed check or, if no check failed, the first
+/// error.
 template <class Body>
 void in_threads(int num_threads, Body&& body) {
   std::vector<std::exception_ptr> errors(static_cast<std::size_t>(num_threads));

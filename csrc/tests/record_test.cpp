@@ -103,7 +103,7 @@ CASE(threads_write_events_that_are_never_torn) {
   for (std::thread& thread : threads) thread.join();
   CHECK_EQ(torn, std::string());
 
-  const auto left = memory.events();  // the writers have ended: only events dropped for lateness may be missing
+  const auto left = memory.events();  // the writers have ended: only events that a late thread dropped may be missing
   CHECK(left.size() + 100 > kEvents);
   for (const auto& [number, event] : left) {
     check_whole(event, began_ns);

@@ -296,7 +296,7 @@ BOTH = {
     "_wait_for_pending_works": Row(waited_for, True),
     "supports_reconfigure": Row(ask, True),
     "get_reconfigure_handle": Row(lambda use: use.member().partition(":")[0], "phalanx"),
-    "reconfigure": Row(lambda use: use.member(c10d.ReconfigureOptions()), Refused("a handle of each", ArgumentError)),
+    "reconfigure": Row(lambda use: use.member(c10d.ReconfigureOptions()), Refused("handle per rank", ArgumentError)),
     "supports_window": Row(ask, True),
     "new_window": Row(lambda use: use.member().get_attr(use.rank).access_type.name, "UNIFIED"),
     "abort": Row(ended, "GroupUnusable", alone=True),

@@ -115,7 +115,7 @@ def live_on(rank, size, backend, path):
     window = dist._new_window()
     dist.group.WORLD.abort()
     dist._reconfigure(22, set(office.collect())).wait()  # a set: in the order of former ranks
-    with pytest.raises(phalanx.GroupUnusable, match="other ranks since the window was made"):
+    with pytest.raises(phalanx.GroupUnusable, match="ranks have changed since the window was made"):
         window.signal(rank)
     seen.append((*place(), total()))
     handles = office.collect()
@@ -229,10 +229,10 @@ def pass_wrong_ones(rank, size, path):
 
 def test_wrong_handles_are_refused_everywhere_and_change_nothing(run_ranks, tmp_path):
     words = (
-        "a handle of each rank",
-        "comes twice",
+        "one handle per rank",
+        "occurs twice",
         "is not a handle of phalanx",
-        "a handle is not understood",
+        "can't parse a handle",
         "own handle is not among",
         "different versions of phalanx",
         "different groups",

@@ -118,7 +118,7 @@ def test_a_rank_that_sleeps_is_stalled(check):
     assert "phalanx check: stalled: rank 1 has not called all_reduce #1 of group 'default'; it " in done.stdout
     assert "in <module> at train.py:10" in done.stdout or not find_py_spy()
     assert "rank 0 waits in all_reduce" in done.stdout
-    assert "rank 1 has not come" in done.stdout
+    assert "rank 1 has not arrived" in done.stdout
 
 
 @pytest.mark.slow

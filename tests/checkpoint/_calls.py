@@ -292,7 +292,7 @@ def a_save_of_another_job_that_is_under_way_is_said(rank, world_size, folder):
         os.rename(folder + ".kept", draft.path)
     meet()
     found, heard = load()
-    assert (found, heard.count(f"{said}, which can be read once that has ended: resuming from step 1")) == (
+    assert (found, heard.count(f"{said}, which can be read when the save is complete: resuming from step 1")) == (
         1,
         rank == 0,
     )

@@ -141,9 +141,7 @@ def a_mapping_that_only_the_script_can_make_needs_one_in_its_place(rank, world_s
     assert (loaded["made"], loaded["made"]["z"]) == ({"a": 2, "z": "made"}, "made")
     assert (type(loaded["object"].state["x"]), loaded["object"].state["x"]) == (dict, {"a": 3})
     for name, kind in (("own", "OwnDict"), ("made", "defaultdict")):
-        with pytest.raises(
-            CheckpointError, match=f"{name}: the checkpoint has a {kind}, which it can't make by itself"
-        ):
+        with pytest.raises(CheckpointError, match=f"{name}: the checkpoint has a {kind}, which load can't create"):
             ckpt.load(folder, {name: None})
         loaded = {name: {}}
         ckpt.load(folder, loaded)
@@ -611,10 +609,10 @@ def only_what_is_asked_for_is_loaded(rank, world_size, folder):
 def an_entry_that_the_checkpoint_lacks_is_refused_unless_told(rank, world_size, folder):
     save(folder, {"epoch": 3, "part": {"weight": torch.ones(2)}})
     with pytest.raises(
-        CheckpointError, match=f"of step 1 from {folder}: .*the checkpoint has no 'lr', but 'epoch', 'part'"
+        CheckpointError, match=f"of step 1 from {folder}: .*the checkpoint has no 'lr'; it has 'epoch', 'part'"
     ):
         ckpt.load(folder, {"epoch": 0, "lr": 1.0})
-    with pytest.raises(CheckpointError, match="part: the checkpoint has no 'bias', but 'weight'"):
+    with pytest.raises(CheckpointError, match="part: the checkpoint has no 'bias'; it has 'weight'"):
         ckpt.load(folder, {"part": {"weight": torch.ones(2), "bias": torch.ones(2)}})
     state = {"epoch": 0, "lr": 1.0}
     ckpt.load(folder, state, strict=False)
@@ -724,7 +722,7 @@ def nothing_yet_is_no_error_but_a_line_unless_it_is_to_be_one(rank, world_size, 
             assert ckpt.load(folder, {"x": 0}, **options) is None
         return printed.getvalue()
 
-    for told in (f"{folder} is no folder", f"{folder} holds no checkpoint"):
+    for told in (f"{folder} is not a folder", f"{folder} holds no checkpoint"):
         assert said() == (f"phalanx: checkpoint.load: {told}: starting from the beginning\n" if rank == 0 else "")
         assert said(missing="ignore") == ""
         with pytest.raises(CheckpointError, match=f"{told}: name the folder of a run or of its checkpoints"):

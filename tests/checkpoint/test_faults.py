@@ -92,7 +92,7 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before_as_it_was(run_ranks, t
     for heard, err, names, total in results:
         for message in heard:
             assert "the checkpoint of step 2 was not saved" in message
-            assert "Those before it are as they were; make room or choose another folder" in message
+            assert "Earlier checkpoints are unchanged; make room or choose another folder" in message
         assert err.count("\n") == err.count("phalanx: rank ") <= 2  # a line for each failure
         assert names == ["latest", "step-00000001"]
         assert total == 100_000

@@ -291,7 +291,7 @@ def save_sharded(rank, world_size, folder, sizes, paths):
 def load_into_another_form(rank, world_size, folder, sizes, paths):
     take_place(rank, sizes, paths)
     state = {**sharded_state(world_size), "bias": torch.zeros(3)}
-    with pytest.raises(phalanx.CheckpointError, match="the checkpoint has no 'bias', but 'w', 'm', 'v'"):
+    with pytest.raises(phalanx.CheckpointError, match="the checkpoint has no 'bias'; it has 'w', 'm', 'v'"):
         ckpt.load(folder, state)
     want = sharded_state(world_size)
     return all(torch.equal(state[name].to_local(), want[name].to_local()) for name in want)

@@ -147,7 +147,7 @@ def give_samplers(rank, world_size):
             assert not said, "an evaluation is no training"
             for _ in range(2):
                 list(loader)
-        ours = [(str(one.message), one.filename) for one in said if "divides nothing" in str(one.message)]
+        ours = [(str(one.message), one.filename) for one in said if "does not divide the data" in str(one.message)]
         told |= {name: ours} if ours else {}
     return told
 
@@ -244,9 +244,9 @@ def test_a_sampler_that_divides_nothing_is_told_once_by_rank_0(run_ranks):
     assert list(told) == ["random", "in batches", "in order", "weighted", "by hand"]
     assert {(len(said), said[0][1]) for said in told.values()} == {(1, __file__)}
     assert told["random"][0][0] == (
-        "phalanx.DataLoader: a RandomSampler divides nothing, so each of the 2 ranks takes 23 samples an epoch. Make "
-        f"it {DIVIDING_LOADER}; or pass is_own_part=True if the dataset is this rank's own, False if every rank is to "
-        "take all"
+        "phalanx.DataLoader: a RandomSampler does not divide the data, so each of the 2 ranks takes 23 samples an "
+        f"epoch. Make it {DIVIDING_LOADER}; or pass is_own_part=True if the dataset is this rank's own, False if every "
+        "rank is to take all"
     )
     assert give_samplers(0, 1) == {}
 

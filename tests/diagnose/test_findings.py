@@ -181,7 +181,7 @@ def test_ranks_with_one_number_in_different_operations_are_not_told_as_one(num_r
 def test_without_numbers_ranks_in_one_call_may_have_made_different_numbers_of_them():
     found = answer(stacked(0, "all_reduce", 12), stacked(1, "all_reduce", 12))
     assert found.startswith(
-        "both ranks are in all_reduce at train.py:12, and no rank is missing: one has made a call more"
+        "both ranks are in all_reduce at train.py:12, and no rank is missing: a rank made an extra call"
     )
 
 

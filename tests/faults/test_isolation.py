@@ -171,7 +171,7 @@ def test_memory_that_is_no_segment_is_refused_and_not_touched(seals):
 
         giver = threading.Thread(target=hand_over)
         giver.start()
-        with pytest.raises(RuntimeError, match="0 bytes" if seals else "no shared segment of phalanx"):
+        with pytest.raises(RuntimeError, match="0 bytes" if seals else "not a phalanx segment"):
             _core.Segment.attach(name, "0" * 32, timeout_s=10)
         giver.join()
     os.close(memory)
@@ -181,7 +181,7 @@ def test_memory_that_is_no_segment_is_refused_and_not_touched(seals):
 def test_a_group_that_lies_outside_of_its_segment_is_refused_and_not_touched(offset):
     segment = _core.Segment.create()
     segment.create_group(1)
-    with pytest.raises(RuntimeError, match=f"at offset {offset} are no part of it"):
+    with pytest.raises(RuntimeError, match=f"at offset {offset} lie outside the shared segment"):
         _core.Group.make(segment, offset, 0, 1, "late", [0], timeout_s=1, stall_s=0, spin_us=0)
 
 

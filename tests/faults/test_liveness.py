@@ -126,7 +126,7 @@ def test_a_killed_rank_is_named_within_a_second_where_pidfd_is_denied(spawn_rank
     said = [line for line in capfd.readouterr().err.splitlines() if "pidfd_open" in line]
     assert len(said) == 1, said
     assert said[0].startswith("phalanx: rank 0: pidfd_open: ")
-    assert "noticed through /proc" in said[0]
+    assert "detected through /proc" in said[0]
 
 
 @pytest.mark.parametrize("num_left", [0, 1, 2, 3, 5])

@@ -79,7 +79,7 @@ def test_a_killed_rank_is_told_with_its_phases_on_the_screen_in_why_and_in_the_r
     why = subprocess.run(
         [sys.executable, "-m", "phalanx", "why", str(run)], capture_output=True, text=True, timeout=60, check=True
     )
-    assert f"rank 1, killed by SIGKILL; {line.replace('resuming', 'went on')}\n" in why.stdout
+    assert f"rank 1, killed by SIGKILL; {line.replace('resuming', 'resumed')}\n" in why.stdout
     text = " ".join(Page((tmp_path / "run" / "report.html").read_text()).text.split())
     assert "Lost ranks From the first sign of a lost rank" in text
     assert re.search(r"rank 1 killed by SIGKILL .* at step 41 (19|20) steps repeated", text)

@@ -87,7 +87,7 @@ def test_why_of_a_job_whose_restarts_are_used_names_the_last_failure_and_the_one
     [run] = tmp_path.glob("logs/train/*/")
     why = subprocess.run([sys.executable, "-m", "phalanx", "why", str(run)], capture_output=True, text=True, timeout=60)
     assert "\nrank 1 raised ValueError: number 1 at " in why.stdout
-    assert "rank 1, raised ValueError; went on after" in why.stdout
+    assert "rank 1, raised ValueError; resumed after" in why.stdout
     assert "number 0" not in why.stdout
 
 

@@ -137,7 +137,7 @@ def end_in_all_ways(rank, world_size, folder):
 
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="takes it for worse"):
+    with pytest.raises(ValueError, match="treats it as worse"):
         phalanx.Trainer(
             model, optimizer, mean_squares, scheduler=ReduceLROnPlateau(optimizer, mode="max"), max_epochs=1,
             scheduler_interval="epoch",

@@ -36,7 +36,7 @@ def having(*names, **more):
             r"has on_batch_end, .*, did you mean on_step\?.*calls on_fit_start, on_step",
         ),
         (having("on_evaluaton"), r"has on_evaluaton, .*, did you mean on_evaluation\?"),
-        (having("on_step", "on_improvement"), r"on_improvement, which would never be called\. .* begin otherwise"),
+        (having("on_step", "on_improvement"), r"on_improvement, which would never be called\. .* with on_"),
         (having(*(f"on_{letter}" for letter in "abcde")), r"has on_a, on_b, on_c and 2 more, which would never"),
         (having("step"), r"the callback Mine has no method that would be called\. The Trainer calls .* and on_fit_end"),
         (print, "the callback builtin_function_or_method has no method that would be called"),

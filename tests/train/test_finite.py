@@ -352,7 +352,7 @@ def test_a_step_that_the_gradient_scaler_skips_is_none(results, world_size):
     for of_rank in results[world_size]:
         has_come_down, num_steps, never, overflown, once = of_rank["skipped_steps"]
         assert (has_come_down, num_steps) == (True, 7)
-        assert "the gradient scaler's scale has come down to" in never[0]  # once all are
+        assert "the gradient scaler's scale has dropped to" in never[0]  # once all are
         assert never[1] == 40
         assert "It began in module '2' (Grows)" in overflown[0]  # in fp16 alone
         assert "the loss is nan, as 35 times before: the gradient scaler skips every step" in overflown[0]
@@ -386,7 +386,7 @@ def test_a_buffer_that_becomes_nan_is_not_saved_and_that_is_said_each_epoch(resu
     for rank, of_rank in enumerate(results[world_size]):
         _, _, (message, step, epoch, _, saved), ignored = of_rank["by_design"]
         assert "step 7, epoch 1" in message
-        assert "buffer 'mean' is not finite. It became so in one of the steps 1 to 7. " in message
+        assert "buffer 'mean' is not finite. It became non-finite in one of the steps 1 to 7. " in message
         assert (step, epoch, saved) == (7, 0, [])
         for last in (7, 14):
             line = f"1 checkpoint left out: weights or buffers are not finite after step {last}; there is none\n"

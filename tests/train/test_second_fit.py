@@ -88,7 +88,7 @@ def test_a_second_fit_goes_on_with_its_own_run_and_another_trainer_does_as_resum
         else:
             assert "Trainer.evaluate: the model is as the script has made it. Step 10 of the run" in said["evaluate"]
             assert num_aside == 0
-            assert "this one takes up its run" in said["new"]
+            assert "this one continues its run" in said["new"]
             assert "already finished at step 10; nothing to train. To train longer" in said["same model"]
     for of_rank in every[1:]:
         assert {text for *_, said, _ in of_rank.values() for text in said.values()} == {""}

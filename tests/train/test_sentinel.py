@@ -79,7 +79,7 @@ def test_of_two_ranks_both_are_named_and_the_report_tells(run_ranks, tmp_path):
     assert since < 7 <= step <= 12
     assert (ranks, tensors, how) == ((0, 1), ("parameter '4.bias'",), "value")
     assert f"step {step}: the ranks' copies differ: parameter '4.bias' at [0] is " in message
-    assert f"It became so in one of the steps {since + 1} to {step}" in message
+    assert f"They diverged in one of the steps {since + 1} to {step}" in message
     assert message.endswith("(phalanx explain replica-mismatch)")
     records = [json.loads(line) for line in Path(tmp_path, "metrics.jsonl").read_text().splitlines()]
     assert records[-1]["kind"] == "replicas_differ"
@@ -106,6 +106,6 @@ def rounds_otherwise(rank, world_size, folder):
 
 def test_ranks_that_round_otherwise_are_not_compared_and_told_so(run_ranks, tmp_path):
     said = run_ranks(rounds_otherwise, 2, str(tmp_path))[0]
-    assert "the ranks' copies are not compared: they round otherwise (" in said
+    assert "the ranks' copies are not compared: their processors round differently (" in said
     assert "with 1 thread" in said
     assert "with 2 threads" in said

@@ -131,7 +131,7 @@ def test_a_script_that_is_over_soon_is_started_again(tmp_path):
     ("begin", "epochs", "said", "code"),
     [
         ("raise ValueError('no such data')", 1, ["ValueError: no such data", "nothing was measured"], 1),
-        ("sys.exit(0)", 1, ["ended before its optimizer had taken three steps", "optimizer of torch.optim"], 1),
+        ("sys.exit(0)", 1, ["ended before its optimizer had taken three steps", "torch.optim optimizer"], 1),
         ("raise OSError('Address already in use')", 1, ["the jobs run side by side"], 1),
         ("raise ValueError('two processes claim rank 1')", 1, ["the jobs run side by side"], 1),
         (
@@ -310,7 +310,7 @@ def test_a_flag_behind_the_script_and_a_result_that_can_not_be_kept_are_told(tmp
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert "--seconds goes to train.py: flags of phalanx tune come before the script" in said
-    assert "phalanx run can't use that by itself: logs/train/tuned.json can't be written (Not a directory)" in said
+    assert "phalanx run can't use that automatically: logs/train/tuned.json can't be written (Not a directory)" in said
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 

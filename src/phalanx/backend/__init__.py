@@ -1,9 +1,9 @@
 """The ``phalanx`` backend of ``torch.distributed``: collectives of CPU tensors over shared memory.
 
 `groups` makes a group when torch asks for one. A call goes from `torch/` (the classes and signatures that torch
-expects) to `calls/` (checks, operations, handles) and on to the core, or, where ranks are on several hosts, to
-`hosts/`. `failures/` says in words what went wrong. Start with `groups`, then `calls/ops`. Nothing here starts
-processes or knows of models.
+expects) to `calls/` (checks, operations, handles) and on to the core, or to `hosts/` if the group spans several hosts.
+`failures/` says in words what went wrong. Start with `groups`, then `calls/ops`. Nothing here starts ranks or knows of
+models.
 
 The path of a blocking call: ``dist.all_reduce(t)`` -> `PhalanxGroup.allreduce` -> `Operations.allreduce` ->
 `Group.run_plain` of the core, in the calling thread and without the GIL. `torch/adapters`, `calls/collectives`,

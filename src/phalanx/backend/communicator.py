@@ -1,10 +1,10 @@
 """Direct access to a group's operations, without torch's front end, dispatcher and works.
 
-Each method calls the core's `run_plain`, and the usual operation if that declines; so checks, errors and order are
-those of the group. It skips torch's part: the front end (2 us for an all_reduce, 5 us for a gather), options, works,
-hooks, modes and the Flight Recorder. Through ``torch.distributed``, Phalanx itself takes 3 us of an all_reduce
-of 4 bytes between two ranks, 0.9 us of which go into reading torch's options (``asyncOp``, ``reduceOp``, ``timeout``).
-``python -m bench.calls`` measures this.
+Each method calls a fast function of the core (`run_plain`, `send_now`, `recv_now`), and the usual operation if that
+function declines, so checks, errors and order are those of the group. A communicator skips torch's part of a call: the
+front end (2 us for an all_reduce, 5 us for a gather), options, works, hooks, dispatch modes and the Flight Recorder.
+Through ``torch.distributed``, Phalanx itself takes 3 us of an all_reduce of 4 bytes between two ranks, 0.9 us of which
+go into reading torch's options (``asyncOp``, ``reduceOp``, ``timeout``). ``python -m bench.calls`` measures this.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _NO_ROOT = _ANY_SOURCE = -1
 class Communicator:
     """Blocking operations of one group, at a fraction of the cost of a small ``torch.distributed`` call.
 
-    They are the same operations, with the same checks and errors, and may be mixed with those of ``torch.distributed``
-    as long as every rank of the group makes the same calls in the same order. Hooks, the Flight Recorder and dispatch
-    modes do not see them; a profiler does.
+    The operations, their checks and their errors are the same as through ``torch.distributed``. Calls of both kinds may
+    be mixed as long as every rank of the group makes the same calls in the same order. Hooks, the Flight Recorder and
+    dispatch modes do not see the calls of a communicator; a profiler does.
 
     Ranks are those of the world, as in ``torch.distributed``. Get one with :func:`communicator`.
 
@@ -88,7 +88,7 @@ class Communicator:
 
     @property
     def _ranks(self) -> dict[int, int]:
-        """Map from rank in the world to rank in the group; a reconfigure changes both."""
+        """Map from rank in the world to rank in the group; `reconfigure` changes both numbers."""
         ranks = self._operations.ranks
         if self._numbered[0] is not ranks:
             self._numbered = ranks, {number: rank for rank, number in enumerate(ranks.global_ranks)}
@@ -109,7 +109,10 @@ class Communicator:
             self._run(Operations.broadcast, [tensor], Blocking(root=root))
 
     def all_gather(self, output: Tensor | Sequence[Tensor], input: Tensor) -> None:
-        """Gather the inputs of all ranks on every rank, in rank order, into one tensor or a list with one per rank."""
+        """Gather the inputs of all ranks on every rank, in rank order.
+
+        `output` is one tensor for all inputs, or a list with a tensor for each rank.
+        """
         if self._run_plain(ALL_GATHER, input, output):
             return
         if isinstance(output, Tensor):
@@ -118,7 +121,10 @@ class Communicator:
             self._run(Operations.allgather, [list(output)], [input], Blocking())
 
     def reduce_scatter(self, output: Tensor, input: Tensor | Sequence[Tensor], op: Any = _SUM) -> None:
-        """Reduce the inputs of all ranks and give each rank its block. An input holds, or lists, one block per rank."""
+        """Reduce the inputs of all ranks and give each rank its block.
+
+        `input` is a tensor that holds one block per rank, or a list of these blocks.
+        """
         kernel, code = SUM_CODES if op is _SUM else codes_of(self._reduce_op("reduce_scatter", op))
         if self._run_plain(REDUCE_SCATTER, input, output, _NO_ROOT, kernel, code):
             return
@@ -137,7 +143,7 @@ class Communicator:
     ) -> None:
         """Send one block of `input` to each rank, and receive one from each.
 
-        Sizes are rows of dimension 0 for each rank; None: an even division.
+        The split sizes are the numbers of rows of dimension 0 for each rank; None: divide evenly.
         """
         is_even = output_split_sizes is None and input_split_sizes is None
         if is_even and self._run_plain(ALL_TO_ALL, input, output):
@@ -163,7 +169,7 @@ class Communicator:
             self._operations.num_messages += 1
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
-        """Receive into a tensor from `src`, or from any rank if it is None; return the sender."""
+        """Receive into a tensor from `src`, or from any rank if `src` is None; return the sender's rank."""
         peer = _ANY_SOURCE if src is None else self._ranks.get(src)
         if peer is None or peer == self.rank:
             raise self._no_peer("recv", "src", src)

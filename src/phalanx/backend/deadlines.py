@@ -46,18 +46,19 @@ STORE_S: Final = 1.0
 """Time for the store to answer."""
 
 TOLD_S: Final = 5.0
-"""Time for the store to accept an error that all ranks must read; otherwise, they notice the failure by other signs."""
+"""Time for the store to accept an error that all ranks must read. If the store takes longer, the ranks notice the
+failure in other ways."""
 
 LOST_STORE_S: Final = 0.2
 """Time for the store to answer if the rank that serves it may be lost."""
 
 RECONNECT_S: Final = 5.0
-"""Time to open a second connection to the store; that fails only if the rank that serves the store has gone."""
+"""Time to open a second connection to the store. It fails to open only if the rank that serves the store has ended."""
 
 # ---------------------------------------------------------------- a call that waits
 
 TELL_S: Final = 1.0
-"""How long this rank waits in a call before it tells the others that it is waiting."""
+"""How long this rank waits in a call before it tells the other ranks that it is waiting."""
 
 ASK_WHY_S: Final = 5.0
 """How long this rank waits in a call before it asks ``phalanx why``; most waits are over sooner."""
@@ -66,7 +67,7 @@ ANSWER_S: Final = 4.0
 """Time for the process that runs ``phalanx why``; it needs half a second, and longer on a machine with busy cores."""
 
 LATE_S: Final = 5.0
-"""How long after its deadline a call ends at the latest."""
+"""Longest time between the deadline of a call and its end."""
 
 HOOKS_S: Final = 60.0
 """How long a thread waits for abort hooks that run in another thread, before it raises without waiting further."""
@@ -77,23 +78,23 @@ FOR_EVER_S: Final = 30 * 86_400.0
 # ---------------------------------------------------------------- a group that forms, fails or ends
 
 CONNECT_S: Final = 10.0
-"""Time for other hosts to accept a connection, and then for the engine to open its own."""
+"""Time for other hosts to accept a test connection, and then for the engine to open its connections."""
 
 PART_S: Final = 1.0
-"""Time for the other ranks to read why their group can't be created, before rank 0 ends and the store with it."""
+"""Time for the other ranks to read why their group can't be created, before rank 0 ends, and with it the store."""
 
 GRACE_S: Final = 0.5
 """Time for the rank that ended a group to write why, and for others to read it before the store ends with rank 0."""
 
 TABLE_S: Final = 0.2
-"""Time for all ranks in a mismatch to write the calls that they made."""
+"""Time, after a mismatch, for all ranks to write which calls they made."""
 
 NOTE_S: Final = 0.3
 """Time, after a connection has ended, for the reason to show up elsewhere: as a note in the store, as mail, or as the
 end of the process itself."""
 
 END_S: Final = 1.0
-"""Time for something to end after it was told to: a running call, a thread, the engine's access to memory."""
+"""Time for a running call, a thread or the engine's access to memory to end after it was asked to end."""
 
 WATCHER_END_S: Final = 2.0
 """Time for a watcher's thread to end; the thread may be busy ending its group."""
@@ -107,7 +108,8 @@ KEEPALIVE_S: Final = 1
 """Idle time after which a kernel probes a connection, in whole seconds: the shortest that Linux allows."""
 
 LEAST_SILENCE_S: Final = 0.25
-"""Shortest silence that means a loss; in less time, an acknowledgement may be merely delayed or retransmitted."""
+"""Shortest silence that may count as a lost connection; during a shorter one, an acknowledgement may merely be delayed
+or retransmitted."""
 
 MAIL_LOOK_S: Final = 0.1
 """Limit on one read of the mailbox, however many senders have connected."""

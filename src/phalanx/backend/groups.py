@@ -1,4 +1,4 @@
-"""Creates a group of the ``phalanx`` backend when torch asks for one."""
+"""Creates a group of the ``phalanx`` backend when torch asks for one; keeps or leaves groups when the process ends."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ _core.configure(call_site, shown_file, from_core, report_core_stall)
 
 
 def _end_as_member() -> None:
-    """Keep groups that the script did not destroy, so that the end of the interpreter does not leave them normally.
+    """Keep groups alive that the script did not destroy, so that this rank does not leave them normally at exit.
 
-    A script that raises or exits early must not look like one that left its groups: its peers see the exit code, and
-    the launcher learns how far it got. Native threads run until the process is gone, so their memory must stay, too.
+    If a script raises or exits early, its peers must see the exit code and not a rank that left its groups, and the
+    launcher must learn how far the script got. Native threads run until the process is gone, so their memory must stay.
     """
     settle_futures()
     _core.end_stall_reports()
@@ -73,7 +73,7 @@ def _end_as_member() -> None:
 
 
 def _serve_monitored_barrier() -> None:
-    """Make torch's ``monitored_barrier`` accept our groups: before 2.14 it refuses every backend not named gloo."""
+    """Make torch's ``monitored_barrier`` accept our groups: before 2.14, it refuses every backend but gloo."""
     torchs = c10d.monitored_barrier
 
     @functools.wraps(torchs)
@@ -93,15 +93,15 @@ def _serve_monitored_barrier() -> None:
 
 @functools.cache
 def _begin() -> None:
-    """Set up, at the first group, what a process does not need if it only imports this package."""
+    """Run the set-up that a process needs once it makes a group, but not if it only imports this package."""
     atexit.register(_end_as_member)
     attached.listen()  # lets a debugger attach; a rank that the launcher forked listens already
     keep_from_compiler(*CLASSES)
-    if HAS_PYTHON_BACKENDS:  # before torch 2.14 some C++ calls bypass us
-        count_exchanges(num_exchanges)
+    if HAS_PYTHON_BACKENDS:
+        count_exchanges(num_exchanges)  # not before torch 2.14, where some C++ calls bypass us
         if can_shrink():
             return_own_groups(lambda backend: getattr(backend, "brings", None))
-    if not HAS_PYTHON_BACKENDS:
+    else:
         _serve_monitored_barrier()
 
 
@@ -117,12 +117,13 @@ def create_group(options: Any, backend_options: Any, *, own: str = "phalanx") ->
 
     Args:
         options: torch's ``_DistributedBackendOptions``: store, rank, size, timeout, name, global ranks.
-        backend_options: The user's ``pg_options``: `GroupOptions`, or torch's own for another device's backend.
-        own: Name of the backend that was asked for: ``gloo`` where phalanx replaces it.
+        backend_options: The user's ``pg_options``: `GroupOptions`, or torch's options for another device's backend.
+        own: Name of the requested backend: ``gloo`` where phalanx replaces Gloo.
 
     Returns:
-        The group. None leaves it to Gloo, where phalanx replaces Gloo: the program asked for Gloo only on devices other
-        than the CPU, or for a group that awaits its ranks and that phalanx does not support.
+        The group; None if Gloo itself must make the group. That happens only where phalanx replaces Gloo, if the
+        program asked for Gloo only on devices other than the CPU, or for a group that awaits its ranks and that phalanx
+        does not support.
     """
     devices = _torch.devices_of_new_group(own)
     if devices.get("cpu") != own and own == GLOO:
@@ -179,7 +180,7 @@ def build_group(
 
     Args:
         displayed: Name of the backend that programs see: ``gloo`` where phalanx replaces Gloo.
-        devices: Types of devices whose tensors the group takes; tensors on a GPU go to Gloo itself.
+        devices: Types of devices whose tensors the group accepts; Gloo itself handles tensors on a GPU.
         processes: Known members on this host, by rank in the world: pid, start time (0: unknown) and pid namespace.
         op: Purpose of the meeting, in messages: ``join`` or ``shrink``.
         numbers_itself: Whether the group's own ranks are the ranks of the world.
@@ -238,7 +239,7 @@ def _settings(options: GroupOptions | None) -> Settings:
 
 
 def _refuse_without_ranks(own: str) -> None:
-    """Leave a group that awaits its ranks to Gloo, if the program asked for Gloo.
+    """Let Gloo make a group that has no ranks yet, if the program asked for Gloo.
 
     Raises:
         PhalanxError: The program asked for phalanx.
@@ -254,7 +255,10 @@ def _refuse_without_ranks(own: str) -> None:
 
 
 def _python_backend(group: PhalanxGroup, store: Store, limit: timedelta) -> Any:
-    """Give a group its backend, and return what C++ callers reach from torch 2.14 on: it, or torch's debug wrapper."""
+    """Give a group its backend; return the object for C++ callers (from torch 2.14 on).
+
+    That object is the backend itself, or torch's debug wrapper around it.
+    """
     from phalanx.backend.torch.adapters import PhalanxBackend
 
     operations = group._operations
@@ -272,13 +276,14 @@ def _python_backend(group: PhalanxGroup, store: Store, limit: timedelta) -> Any:
 
 
 def _inner_gloo(group: PhalanxGroup, store: Store, limit: timedelta) -> Any:
-    """Give a group a Gloo backend and return it: before torch 2.14, C++ callers can reach no other."""
+    """Give a group a Gloo backend and return it: before torch 2.14, C++ callers can reach no other backend."""
     rank, size = group._operations.ranks.rank, group._operations.ranks.size
     with closed_at_exec():
         backend = InnerGloo(c10d.PrefixStore("inner", store), rank, size, timeout=limit)
     backend._operations, backend.maker = group._operations, group.maker
     group.backend = backend
-    # Each rank waits until all are connected: if one went on and exited first, others would see a lost connection.
+    # Each rank waits until all are connected. If a rank continued and exited earlier, others would see a lost
+    # connection.
     store.set(f"connected/{rank}", "")
     store.wait([f"connected/{r}" for r in range(size)], limit)
     return backend
@@ -301,7 +306,7 @@ def _gloo_shaped() -> Any:
 
 
 def _add_devices(group: PhalanxGroup, others: dict[str, str], options: Any, backend_options: Any) -> None:
-    """Have torch create the backends of the other devices, in a separate group, and register them on this one."""
+    """Let torch create the backends of the other devices in a separate group, and register them on `group`."""
     config = ",".join(f"{device}:{backend}" for device, backend in others.items())
     ranks = list(options.global_ranks_in_group)
     beside, _ = _torch.new_process_group_helper(

@@ -1,19 +1,20 @@
-"""The handle with which other ranks can form a group with this one, and the lobby, the store in which they then meet.
+"""Handles, by which other ranks can form a group with this one, and the lobby: the store in which these ranks meet.
 
 **A handle** is the opaque text that torch passes around (``get_reconfigure_handle``). It holds the identity of the
 process, its host, its versions, and the address of its lobby. A rank gets a new token whenever its group gets other
-ranks, so a handle also tells which life of the group it belongs to.
+ranks, so a handle also identifies one life of the group.
 
 **The lobby.** Ranks that are about to form a group can't rely on a common store: the job's store ends with the rank or
-the launcher that serves it, and a new process may never have had it. So every process that gives out a handle serves a
-torch store until it leaves its last group. The ranks meet in the store of the lowest former rank, in whatever order
-they were listed, and the meeting is the same as for any group (`hosts/meeting.py`). Gloo uses the group's store
-instead, so it can't go on once that store has died with its rank.
+the launcher that serves it, and a new process may never have been connected to it. So every process that gives out a
+handle serves a torch store until it leaves its last group. The ranks meet in the store of the lowest former rank,
+whatever the order of the handles, and the meeting is the same as for any group (`hosts/meeting.py`). Gloo uses the
+group's store instead, so Gloo can't form the new group if that store has ended with its rank.
 
-A store costs a thread, a port and some 2 ms, once, and only where handles are asked for. A client costs 0.6 ms and a
-look-up of the server's name. torch makes that look-up for its log, even for 127.0.0.1, which it spells
-``::ffff:127.0.0.1``, a name in no hosts file. Where DNS loses one packet in 25, the look-up takes 5 s one time in 25.
-So the server's own process uses the store object itself, and the others keep their connection for the next meeting.
+The lobby costs a thread, a port and some 2 ms, once, and only in programs that ask for handles. A connection to it
+costs 0.6 ms and a look-up of the server's name. torch makes that look-up for its log, even for 127.0.0.1: torch writes
+it as ``::ffff:127.0.0.1``, a name in no hosts file, so DNS is asked. If DNS loses one packet in 25, one look-up in 25
+takes 5 s. So the server's own process uses the store object itself, and the other processes keep their connection for
+the next meeting.
 
 Like any torch store, the lobby listens on all interfaces and trusts everyone who connects.
 """
@@ -62,11 +63,11 @@ class Handle:
         rank: Rank in the world, or in the group if the group's own ranks are those of the world.
         group: Name of the group.
         process: Pid, start time and pid namespace.
-        host: Name of its host.
-        kernel: Identity of its host: ranks with the same one may share memory.
-        network: Identity of its host's network.
-        address: Address at which other hosts reach its lobby.
-        port: Port of its lobby.
+        host: Name of the rank's host.
+        kernel: Identity of the host; ranks with the same identity may share memory.
+        network: Identity of the host's network.
+        address: Address at which other hosts reach the lobby of the rank's process.
+        port: Port of that lobby.
         phalanx: Version of phalanx.
         torch: Version of torch.
     """
@@ -86,7 +87,7 @@ class Handle:
 
     @property
     def name(self) -> str:
-        """The rank, its process and its host, in messages."""
+        """Text that names the rank, its process and its host in messages."""
         return f"rank {self.rank} (pid {self.process[0]} on {self.host})"
 
     @property
@@ -102,7 +103,8 @@ def own_handle(rank: int, group: str, token: str, life: str, store: Any) -> Hand
     """Open this process's lobby, and return its handle.
 
     Args:
-        store: Store of the group; the handle holds this host's address on the way to the store's server.
+        store: Store of the group. The handle holds the address of the interface through which this host reaches the
+            server of this store.
     """
     address, port = _outside_address(master_of(store)[0]), _Lobby.open().port
     who = whoami(read_settings())
@@ -115,18 +117,18 @@ def read_handles(given: Any, where: str) -> list[Handle]:
     A list is already in that order. A set is sorted by the former rank in each handle, and then by token.
 
     Raises:
-        ArgumentError: There is none, one is not a handle of phalanx, one occurs twice, or they are from different
-            groups or versions.
+        ArgumentError: No handle was passed, one is not a handle of phalanx, one occurs twice, or the handles are from
+            different groups or versions.
     """
     if not isinstance(given, (list, tuple, set, frozenset)) or not 0 < len(given) <= _MOST_HANDLES:
-        raise ArgumentError(f"{where}: handles must be a list or a set with a handle of each rank, got {given!r:.80}")
+        raise ArgumentError(f"{where}: handles must be a list or a set with one handle per rank, got {given!r:.80}")
     handles = [_read(text, where) for text in given]
     if isinstance(given, (set, frozenset)):
         handles.sort(key=lambda handle: handle.place)
     counted = Counter(handle.token for handle in handles)
     for handle in handles:
         if counted[handle.token] > 1:
-            raise ArgumentError(f"{where}: the handle of {handle.name} comes twice; pass one for each rank")
+            raise ArgumentError(f"{where}: the handle of {handle.name} occurs twice; pass one for each rank")
     whats = {"group": "groups", "phalanx": "versions of phalanx", "torch": "versions of torch"}
     for fact, what in whats.items():
         told = {str(getattr(handle, fact)): handle.name for handle in reversed(handles)}
@@ -145,7 +147,9 @@ def _read(text: Any, where: str) -> Handle:
     try:
         handle: Handle = understand(text.removeprefix(_SIGN), Handle)
     except GarbledError as error:
-        raise ArgumentError(f"{where}: a handle is not understood: {error}; run the same phalanx everywhere") from None
+        raise ArgumentError(
+            f"{where}: can't parse a handle: {error}; run the same version of phalanx on every rank"
+        ) from None
     return handle
 
 
@@ -166,7 +170,7 @@ def enter_lobby(server: Handle, handles: Sequence[Handle], me: int, timeout_s: f
 
     Raises:
         OSError: The store can't be reached, so its process has most probably ended.
-        StoreSilentError: The store does not answer in time, so its process may be stopped.
+        StoreSilentError: The store does not answer in time, so its process may be suspended.
     """
     is_one_network = len({handle.network for handle in handles}) == 1
     if server == handles[me] and is_one_network:
@@ -195,7 +199,7 @@ def enter_lobby(server: Handle, handles: Sequence[Handle], me: int, timeout_s: f
 
 
 def _await_server(host: str, port: int, timeout_s: float) -> None:
-    """Raise OSError if nothing listens where the lobby should be; torch would try for the whole timeout."""
+    """Raise OSError if nothing listens where the lobby should be; torch would keep trying until its timeout."""
     errors: list[OSError] = []
 
     def connect() -> bool | None:
@@ -214,7 +218,7 @@ def _await_server(host: str, port: int, timeout_s: float) -> None:
 
 @functools.cache
 def _outside_address(master: str) -> str:
-    """Return the address at which other hosts reach this one; loopback if there is no other, as on a lone host."""
+    """Return the address at which other hosts reach this one; loopback if there is none, such as without a network."""
     for look in (functools.partial(address_towards, master, is_one_network=False), outside_address):
         with contextlib.suppress(NetworkError):
             return str(look())
@@ -222,7 +226,7 @@ def _outside_address(master: str) -> str:
 
 
 class _Lobby:
-    """The store that this process serves, and the last store of another process that it has visited."""
+    """The store that this process serves, and the store of another process that this process has visited last."""
 
     _pid = 0  # process to which the other attributes belong
     _opened: dist.TCPStore | None = None
@@ -245,14 +249,14 @@ class _Lobby:
 
     @classmethod
     def take(cls, server: Handle, host: str) -> dist.TCPStore | None:
-        """Return the store of the last visit if this server serves it, and forget it: it may have failed since."""
+        """Return the store of the last visit if this server serves it; forget it, because it may have failed since."""
         cls._enter()
         visited, cls._visited = cls._visited, None
         return visited[1] if visited is not None and visited[0] == (server.process, server.port, host) else None
 
     @classmethod
     def keep(cls, server: Handle, store: Any) -> None:
-        """Keep the connection of a meeting that succeeded, for the next one in the same process."""
+        """Keep the connection of a meeting that succeeded, for a later meeting in the lobby of the same process."""
         if store is not cls._opened:
             cls._visited = (server.process, server.port, store.host), store
 

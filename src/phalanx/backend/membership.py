@@ -11,8 +11,9 @@ reports the mistake in the meeting, and all ranks raise it. A reconfigure that f
 without ranks; the next one may succeed.
 
 **Compared.** Gloo leaves operations of the former ranks waiting, needs the group's store alive, and notices dead
-processes only at its timeout. ``phalanx.resilient`` gives the lost rank's place to a new process and runs the training
-function again; it needs no handles, and works with every backend, so it stays as it is (`session/survival.py`).
+processes only at its timeout. ``phalanx.resilient`` (`session/survival.py`) gives the lost rank's place to a new
+process and runs the training function again. It needs no handles and works with every backend, so it does not use this
+module.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ _ENTRY = "reconfigure"
 def reconfigures() -> bool:
     """Whether groups of this process can get other ranks: torch has `reconfigure` since 2.14."""
     has_it = hasattr(_torch.C10dBackend, "reconfigure")
-    return has_it and c10d.get_debug_level() != c10d.DebugLevel.DETAIL  # the debug wrapper keeps ranks of its own
+    return has_it and c10d.get_debug_level() != c10d.DebugLevel.DETAIL  # the debug wrapper keeps its own ranks
 
 
 class Membership:
     """The ranks of one group, seen from one of them.
 
     Args:
-        group: The group, which must outlive this.
+        group: The group, which must outlive this object.
         options: Options of the group.
         is_world: Whether the group's own ranks are the ranks of the world, as in the default group.
         life: Name of the group's present life, the same on all its ranks; empty if it has no ranks yet.
@@ -101,8 +102,8 @@ class Membership:
         Raises:
             ArgumentError: The handles or the timeout are wrong; nothing has changed.
             RankFailed: The process of a handle has ended.
-            CollectiveTimeout: A rank did not come in time.
-            PhalanxError: A rank refuses: an old handle, a uuid that was used, a different list.
+            CollectiveTimeout: A rank did not arrive in time.
+            PhalanxError: A rank refuses because of an old handle, a uuid that was used before, or a different list.
             GroupUnusable: Another thread is reconfiguring the group, or has destroyed it.
         """
         where = self._require_open("reconfigure")
@@ -151,14 +152,14 @@ class Membership:
                 is_old = token != self._tokens[-1]
                 return number, f"the handle of {handles[number].name} is from before it got other ranks" * is_old
         raise ArgumentError(
-            f"{where}: this rank's own handle is not among the {len(handles)} that were passed; a rank that takes no "
-            "part must not call it"
+            f"{where}: this rank's own handle is not among the {len(handles)} that were passed; a rank that is "
+            "left out must not call this"
         )
 
     def _require_one_world(self, handles: Sequence[Handle], where: str) -> None:
         """Raise if two handles have the same rank in the world, as handles of two worlds may.
 
-        A group whose own ranks are those of the world numbers them anew, so it takes such handles.
+        A group whose own ranks are those of the world numbers its ranks anew, so it accepts such handles.
         """
         first: dict[int, Handle] = {}
         for handle in () if self._is_world else handles:
@@ -169,7 +170,10 @@ class Membership:
                 )
 
     def _require_living(self, handles: Sequence[Handle], where: str) -> None:
-        """Raise if a process has ended. Only for ranks of one host, which all see it; else the meeting reports it."""
+        """Raise if the process of a handle has ended and all ranks are on one host, so that all of them see this.
+
+        If the ranks are on several hosts, do nothing: the meeting reports the death.
+        """
         if len({handle.kernel for handle in handles}) > 1:
             return
         if dead := [handle for handle in handles if is_dead(handle)]:
@@ -262,11 +266,11 @@ class Membership:
         Args:
             ranks_to_exclude: Ranks of this group that leave.
             shrink_flags: 1 first aborts the running operations of this group, on all ranks; 0 does not.
-            options: Options of the new group; None: those of this one.
+            options: Options of the new group; None: the options of this group.
 
         Raises:
             ArgumentError: The ranks or the flags are wrong, or this rank is to be excluded.
-            PhalanxError: The ranks can't meet: the store of this group may have gone with the rank that served it.
+            PhalanxError: The ranks can't meet, perhaps because the rank that served this group's store has ended.
         """
         where = self._require_open("shrink")
         operations, group = self._group._operations, self._group
@@ -302,14 +306,14 @@ class Membership:
 
 
 def _renumber(stayed: Mapping[int, int]) -> None:
-    """Give the ranks of all groups in torch their new numbers in the world; `stayed` maps former numbers to new."""
+    """Give the ranks of all groups in torch their new numbers in the world; `stayed` maps former to new numbers."""
     for group, ranks in _torch.world.pg_group_ranks.items():
         now = {stayed[rank]: number for rank, number in ranks.items() if rank in stayed}
         _torch.world.pg_group_ranks[group] = now
 
 
 def _begin_anew(world: Any, joined: Joined) -> None:
-    """Have torch make later groups in a store that the world's new ranks share, and number them alike on every rank."""
+    """Let torch make later groups in a store of the world's new ranks, and number groups alike on every rank."""
     _torch.world.pg_map[world] = _torch.world.pg_map[world][0], joined.store
     _torch.world.group_count = max(_torch.world.group_count, joined.num_groups)
 

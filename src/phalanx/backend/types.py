@@ -1,4 +1,4 @@
-"""Codes that the core and torch agree on: dtypes and reduce operations."""
+"""Codes of torch's dtypes and reduce operations, as the core numbers them (``csrc/collectives/reduce.h``)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ORDERED = (*_ARITHMETIC, *sorted(_ALL.difference(_ARITHMETIC), key=str))
 DTYPE_CODES: dict[torch.dtype, tuple[int, int]] = {d: (code, d.itemsize) for code, d in enumerate(_ORDERED)}
 """``dtype -> (code, bytes of an element)``; the same on every rank that runs the same version of torch.
 
-Dtypes that pack several elements into a byte are left out, because no operation takes them.
+Dtypes that pack several elements into a byte are left out, because no operation accepts them.
 """
 
 ITEM_BYTES = [dtype.itemsize for dtype in _ORDERED]

@@ -1,11 +1,11 @@
 """Checkpoints that are published whole or not at all, verified before loading, and never unpickled.
 
 The disk holds one folder for each saved step. Memory holds snapshots, from which restarted ranks resume, and
-publications, which other processes read. Works with any backend. Names are loaded on first use, because listing and
-verifying checkpoints need no torch.
+publications, which other processes read. This package works with any backend. It loads each of its names on first use,
+because listing and verifying checkpoints need no torch.
 
-Start with `saving`, then `loading`: they tell what the ranks agree on, and in which order. Nothing here knows of a
-Trainer.
+Start with `saving`, then `loading`: these two say what the ranks agree on, and in which order. Nothing here imports
+`phalanx.train`; a Trainer calls `loading.load_run` instead of `load`.
 """
 
 from typing import TYPE_CHECKING

@@ -17,7 +17,7 @@ def require_all(op: str) -> None:
     """Wait until every rank has called this.
 
     Raises:
-        CheckpointError: Some rank makes a different call, or makes none within a minute.
+        CheckpointError: Some rank makes a different call, or makes no call within a minute.
     """
     ranks = RankGroup()
     try:
@@ -72,10 +72,10 @@ def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = N
 
 
 def _tells_more(cause: BaseException | None) -> bool:
-    """Return whether a cause's traceback adds to its message, as in a user's own ``load_state_dict()``.
+    """Return whether a cause's traceback says more than its message, as when a user's ``load_state_dict()`` raised it.
 
-    It does not if this library raised the error, or if the system raised it in a call that this library made: the
-    traceback would only show the same message a second time.
+    The traceback says no more if this library raised the error, or if the system raised it in a call that this library
+    made: the traceback would only show the same message a second time.
     """
     if cause is None:
         return False

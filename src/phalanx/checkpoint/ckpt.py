@@ -47,7 +47,7 @@ class _Mistake(Exception):
 def main(args: Sequence[str]) -> int:
     """Run ``phalanx ckpt`` and return its exit code.
 
-    It is 2 if the command can't be carried out; a line on stderr says why.
+    The exit code is 2 if the command can't be carried out; then a line on stderr says why.
     """
     name = args[0] if args else ""
     parser = _parser(name)
@@ -99,7 +99,7 @@ def _parser(name: str) -> Parser:
 
 
 def _find_steps(path: str, step: int | None = None) -> tuple[str, list[int]]:
-    """Return the folder of the checkpoints and the steps that `path` stands for; `step` must be one of them."""
+    """Return the folder of the checkpoints and the steps that `path` stands for; a given `step` must be one of them."""
     path, published = folders.find_steps(path)
     if not published:
         raise _Mistake(folders.say_missing(path))
@@ -109,7 +109,7 @@ def _find_steps(path: str, step: int | None = None) -> tuple[str, list[int]]:
 
 
 def _find(path: str, step: int | None = None) -> Checkpoint:
-    """Return the checkpoint of `step`; by default the newest, or `path` itself if that is a checkpoint's folder."""
+    """Return the checkpoint of `step`; by default the newest, or the one in `path` if that is its folder."""
     path, published = _find_steps(path, step)
     if step is None and (under_way := folders.say_under_way(folders.steps_under_way(path))):
         _say(f"phalanx ckpt: {path}: {under_way}: taking step {published[-1]}", sys.stderr)
@@ -175,7 +175,7 @@ def _verify(given: argparse.Namespace) -> int:
 
 
 def _diff(given: argparse.Namespace) -> int:
-    from phalanx.checkpoint.comparison import compare  # imports torch, which most other commands do without
+    from phalanx.checkpoint.comparison import compare  # imports torch, which most other commands do not need
 
     if len(given.others) > 2 or (len(given.others) == 2 and not all(other.isdecimal() for other in given.others)):
         raise UsageError(
@@ -207,7 +207,7 @@ def _export(given: argparse.Namespace) -> int:
     value = read(checkpoint, key, rank)
     try:
         num_tensors = export(value, given.out)
-    except OSError as error:  # the error may name a temporary file, so it is replaced by the name that was given
+    except OSError as error:  # name the user's file, as the error may name a temporary one
         raise _Mistake(f"can't write {given.out}: {error.strerror}") from None
     _say(f"{given.out}: {num_tensors} tensors of step {checkpoint.step}, {in_units(os.path.getsize(given.out))}")
     return 0

@@ -23,7 +23,7 @@ class Difference:
     Attributes:
         name: Position in the state, such as ``model.0.weight``, with the rank if each rank has its own values.
         first: Value in one checkpoint, shortened.
-        second: Value in the other, shortened.
+        second: Value in the other checkpoint, shortened.
         largest: Largest absolute difference between two tensors of numbers; None for anything else.
     """
 
@@ -38,9 +38,9 @@ class Difference:
 
 
 def compare(first: tuple[str | os.PathLike[str], int], second: tuple[str | os.PathLike[str], int]) -> list[Difference]:
-    """Return the differences between two checkpoints, each given by folder and step; none if every bit is the same.
+    """Return the differences between two checkpoints, each given by folder and step; empty if every bit is the same.
 
-    If different numbers of ranks saved them, only rank 0's states are compared.
+    If different numbers of ranks saved the two checkpoints, only the states of rank 0 are compared.
 
     Raises:
         Damaged: A manifest is damaged.

@@ -1,4 +1,4 @@
-"""Joins what all ranks have saved, and writes it as one file for other programs."""
+"""Joins the parts that all ranks have saved, and writes the whole as one file for other programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read(checkpoint: Checkpoint, key: str, rank: int | None = None) -> Any:
     Args:
         checkpoint: Checkpoint to read.
         key: Position in the state, such as ``model`` or ``model.encoder``; empty for all of it.
-        rank: Rank whose values to return; None is only allowed if no rank has saved tensors of its own.
+        rank: Rank whose values to return; may be None only if no rank has saved tensors of its own.
 
     Raises:
         ValueError: The key does not exist, or `rank` is needed.
@@ -36,13 +36,13 @@ def read(checkpoint: Checkpoint, key: str, rank: int | None = None) -> Any:
     for part in key.split(".") if key else ():
         entries = {str(name): value for name, value in pairs_of(node)}
         if part not in entries:
-            raise ValueError(f"the checkpoint has no {part!r}, but {', '.join(map(repr, entries))}")
+            raise ValueError(f"the checkpoint has no {part!r}; it has {', '.join(map(repr, entries))}")
         node = entries[part]
     return unpack(node, Reader(images, rank or 0))
 
 
 def export(value: Any, path: str) -> int:
-    """Write `value` as safetensors or with ``torch.save``, depending on the name; return the number of tensors.
+    """Write `value` as safetensors or with ``torch.save``, depending on the file's name; return the number of tensors.
 
     Raises:
         ValueError: The name ends in neither .pt nor .safetensors, or the format can't hold a tensor.
@@ -76,7 +76,7 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 def _write_safetensors(tensors: dict[str, Tensor], file: IO[bytes]) -> None:
     for name, tensor in tensors.items():
         if not is_storable(tensor.dtype):
-            raise ValueError(f"{name} is {tensor.dtype}, which safetensors do not know; export to a .pt file")
+            raise ValueError(f"{name} is {tensor.dtype}, which safetensors does not support; export to a .pt file")
     parts = [Part(name, (0,) * tensor.dim(), tensor) for name, tensor in tensors.items()]
     layout = lay_out(parts, None)
     file.truncate(layout.size_bytes)

@@ -3,17 +3,18 @@
 Rank 0 lists the candidates, newest first. The ranks share the hashing of all files, and only a checkpoint that every
 rank has found undamaged is used. A hash shows that no file has changed by accident, but not who wrote it. So before a
 checkpoint is accepted, the entries of its header must cover its data without gaps or overlaps, and each rank unpacks
-its tree once on trial, with tensors that take no memory. Each tensor must be in one place of the tree only, and its
-blocks must cover it exactly once (`state.blocks` checks that in linear time). If this trial raises anything, the
-checkpoint counts as damaged: one warning names it, and the next candidate is tried. A checkpoint that does not fit the
-user's state is an error.
+its tree once on trial, with tensors that take no memory. Each tensor must appear in only one place of the tree, and its
+blocks must cover the tensor exactly once (`state.blocks` checks that in linear time). If this trial raises anything,
+the checkpoint counts as damaged: one warning names it, and the next candidate is tried. A checkpoint that does not fit
+the user's state is an error.
 
-Each rank then maps the files and copies the blocks that it needs into the existing tensors, such as the shards of four
-ranks into those of three.
+Each rank then maps the files and copies the blocks that it needs into the existing tensors. So the shards of four ranks
+can be loaded into the shards of three.
 
-**Memory or disk.** A snapshot is loaded if it belongs to the same folder and is not older than the newest checkpoint
-on disk. Hosts tell each other which images they hold, and the newest attempt and step that is complete between them is
-loaded (see `memory.holdings` and `memory.fetching`). If memory is too short for that, the disk is read.
+**Memory or disk.** A snapshot is loaded if it belongs to the same folder and is not older than the newest checkpoint on
+disk. The hosts tell each other which images they hold. Of the snapshots whose images are all on some host, the newest
+is loaded (see `memory.holdings` and `memory.fetching`). If a host lacks the memory for that, the checkpoint on disk is
+loaded.
 """
 
 from __future__ import annotations
@@ -80,26 +81,28 @@ def load(
 ) -> Loaded | None:
     """Restore `state` from a checkpoint and return which one. Every rank calls it.
 
-    Modules, optimizers, tensors and other objects with ``load_state_dict`` are restored in place, also within dicts and
+    Modules, optimizers, tensors and other objects with ``load_state_dict`` are restored in place, even inside dicts and
     lists; plain values, sets, deques and arrays are replaced. Any number of ranks can load what any number has saved.
     Every file is compared with its hash before anything is loaded, and nothing is unpickled. Under ``phalanx run``, a
     snapshot in memory is loaded if it is newer.
 
     What comes back is equal bit for bit, and of the class that was saved:
 
-    - A tensor in `state` is filled if it has the same shape, and a dtype that holds every saved value; otherwise it is
-      refused. None or a plain value is replaced by a new tensor on the CPU, which has no gradient, does not require
-      one, and belongs to no subclass. New tensors share memory if the saved ones did; views that are not contiguous,
-      such as columns, become tensors of their own.
-    - A module or an optimizer accepts whatever its ``load_state_dict`` accepts, which casts to its own dtypes.
+    - A tensor in `state` is filled if it has the same shape, and a dtype that holds every saved value; otherwise the
+      checkpoint is refused. None or a plain value is replaced by a new tensor on the CPU, which has no gradient, does
+      not require one, and belongs to no subclass. New tensors share memory if the saved ones did; views that are not
+      contiguous, such as columns, become tensors of their own.
+    - A module or an optimizer is restored by its own ``load_state_dict``, which decides what it accepts, and casts
+      values to the dtypes of the existing tensors.
     - A named tuple gets the class that it has in `state`, or else a new class with the same name and fields. A
-      ``defaultdict`` keeps a factory that is a built-in class. Any other mapping is refused unless `state` has one of
-      its class, or a dict, in its place; an object's ``load_state_dict`` gets dicts instead.
-    - Python's and NumPy's other classes are kept: dict, ``OrderedDict``, ``Counter``, list, tuple, set, frozenset,
+      ``defaultdict`` keeps a factory that is a built-in class. A mapping of any other class is refused unless `state`
+      has a mapping of that class, or a dict, in the same place. An object's ``load_state_dict`` gets a dict in place of
+      such a mapping.
+    - The other classes of Python and NumPy are kept: dict, ``OrderedDict``, ``Counter``, list, tuple, set, frozenset,
       deque, str, bytes, bytearray, numbers, paths, arrays and scalars. An object that is in several places comes back
       as several objects; subclasses of arrays come back as plain arrays.
 
-    A save of this job that is still being written is awaited. If another job is saving to the folder, a line says so.
+    If this job is still writing a save, `load` waits for it. If another job is saving to the folder, a line says so.
 
     Args:
         folder: Folder of the checkpoints, as passed to `save`, or of a run that has them in ``checkpoints``.
@@ -112,13 +115,12 @@ def load(
             None, "error" raises.
 
     Returns:
-        The checkpoint that was loaded; None if there is none.
-
+        The checkpoint that was loaded; None if there is no checkpoint.
     Raises:
         ValueError: `missing` has any other value.
         TypeError: `state` is not a dictionary.
-        CheckpointError: There is no undamaged checkpoint of that step, it does not fit `state`, or not all ranks call
-            this; raised on every rank.
+        CheckpointError: There is no undamaged checkpoint of that step, the checkpoint does not fit `state`, or not all
+            ranks call `load`; raised on every rank.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -138,9 +140,9 @@ def load(
 def load_run(folder: str, state: MutableMapping[str, Any], *, strict: bool) -> Loaded | None:
     """Load the latest checkpoint for a Trainer. The state's first entry, the trainer's own, is restored first.
 
-    That lets the trainer refuse a checkpoint before anything else is restored.
+    The trainer's entry can thus refuse a checkpoint before anything else is restored.
 
-    Where `load` would advise ``strict=False``, the error names the Trainer's setting for that.
+    Where an error of `load` would advise ``strict=False``, this one names the Trainer's equivalent setting.
     """
     return _load(folder, state, "latest", strict=strict, missing="ignore", is_of_run=True)
 
@@ -172,7 +174,7 @@ def _load_best(
 ) -> Loaded | None:
     ranks = RankGroup()
     pending.await_own()
-    require_all("load")  # before any rank looks for candidates: another may still be writing its snapshot or part
+    require_all("load")  # before any rank looks for candidates: another rank may still be writing
     memory().asked.add(os.path.abspath(folder))
     holdings = ranks.gather(memory().holdings())
     path, candidates = _agreed_candidates(os.path.abspath(folder), step, ranks, holdings)
@@ -195,7 +197,7 @@ def _load_best(
             continue
         restoring.restore(state)
         if memory().is_kept:
-            drop_gradients(state)  # left from the step in which another rank failed; a new process would have none
+            drop_gradients(state)  # left by the step in which another rank failed; a new process has none
         if damage and ranks.rank == 0:
             warn_caller(f"{_joined(damage)}. The checkpoint of step {number} is loaded instead")
         return Loaded(number, source)
@@ -229,10 +231,11 @@ def _joined(damage: Sequence[str]) -> str:
 def _agreed_candidates(
     folder: str, step: int | str, ranks: RankGroup, holdings: Sequence[Sequence[Holding]]
 ) -> tuple[str, list[tuple[str, int]]]:
-    """Return the folder of the checkpoints, and those to try, best first, as rank 0 has found them.
+    """Return the folder of the checkpoints, and the checkpoints to try, best first. Rank 0 finds both for all ranks.
 
     Raises:
-        CheckpointError: On every rank: the ranks load different checkpoints, or there is none of that step.
+        CheckpointError: The ranks load different checkpoints, or there is no checkpoint of that step; raised on every
+            rank.
     """
     found = _candidates(folder, step, holdings) if ranks.rank == 0 else ("", "", [])
     answers = ranks.gather((folder, step, *found))
@@ -335,7 +338,7 @@ def _check(
             f"the checkpoint of step {step} {'on' if source == 'disk' else 'in'} {source} can't be read: {error!r}"
         )
     said = gather("load", (is_seen, problem))
-    seen = [one for is_seen, one in said if is_seen]  # found by a hash; other ranks only failed to read the same files
+    seen = [one for is_seen, one in said if is_seen]  # found by a hash; these explain all other problems
     return images, list(dict.fromkeys(seen or [one for _, one in said if one]))
 
 
@@ -370,7 +373,8 @@ def check(images: Sequence[Image], step: int, owners: Iterable[int]) -> None:
     for rank, image in enumerate(images):
         said = [image.metadata[key] for key in ("step", "rank", "world_size")]
         if said != [step, rank, len(images)] or type(image.metadata["is_alike"]) is not bool:
-            raise ValueError(f"in place of rank {rank} of {len(images)} at step {step} it has {said}")
+            found = f"rank {said[1]!r} of {said[2]!r} at step {said[0]!r}"
+            raise ValueError(f"expected rank {rank} of {len(images)} at step {step}, found {found}")
     for owner in owners:
         unpack(images[owner].metadata["tree"], Reader(images, owner).check)
 
@@ -392,12 +396,12 @@ class _Restoring:
         self._own = _own(images, ranks)
 
     def restore(self, state: MutableMapping[str, Any]) -> None:
-        """Fill `state`. Every rank calls it, and all raise the same error if one can't."""
+        """Fill `state`. Every rank calls this; if it fails on one rank, all ranks raise the same error."""
         reader = Reader(self._images, self._own)
         self._on_every_rank(lambda: restore(state, self._tree(), reader, strict=self._strict))
 
     def fill(self, state: MutableMapping[str, Any]) -> list[str]:
-        """Get the parts that `state` needs and this host lacks from other hosts; return why that failed, if it did."""
+        """Fetch from other hosts what `state` needs and this host lacks; return the problems of all ranks, if any."""
         reader = Reader(self._images, self._own)
         self._on_every_rank(lambda: survey(state, self._tree(), reader.survey, strict=self._strict))
         problem = ""
@@ -424,7 +428,7 @@ class _Restoring:
         return own.metadata["tree"]
 
     def _on_every_rank(self, act: Callable[[], None]) -> None:
-        """Call `act`, and raise on every rank what it raises on any."""
+        """Call `act`; if it raises on any rank, raise an error about that on every rank."""
         problem, cause = "", None
         try:
             act()

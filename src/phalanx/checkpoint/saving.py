@@ -1,24 +1,25 @@
 """`save`: copies the state, lets training continue, and writes and publishes the copy in the background.
 
-1. **Agree.** Each rank tells the others what it saves, any problem, and a digest of names, shapes, dtypes and every bit
-   of each large tensor. A problem on one rank is an error on all, before anything is copied. By then, rank 0 has also
-   checked that the disk has space, and has created the draft ``.step-00000100-1f9c03aa.part/``.
+1. **Agree.** Each rank tells the other ranks the step, the folder, any problem, and a digest of names, shapes, dtypes
+   and every bit of each large tensor. A problem on one rank is an error on all, before anything is copied. By then,
+   rank 0 has also checked that the disk has space, and has created the draft ``.step-00000100-1f9c03aa.part/``.
 2. **Stage.** Each rank copies its part into memory that it keeps for this purpose (huge pages, each touched once), laid
    out like the file. Then `save` returns, having blocked training for about as long as a memcpy.
 3. **Write,** in the background: one thread hashes; another writes past the page cache (O_DIRECT), syncs, and leaves a
    signature, ``rank_00001.safetensors.json``, with size and SHA-256.
-4. **Publish.** Several ranks may find all signatures; the one that succeeds in renaming the first of them publishes. It
-   writes ``manifest.json``, which holds the signatures and a checksum of its own, syncs, and renames the folder to
+4. **Publish.** Several ranks may find all signatures; the rank that succeeds in renaming the first signature publishes.
+   It writes ``manifest.json``, which holds the signatures and a checksum of its own, syncs, and renames the folder to
    ``step-00000100``; then it writes ``latest``. If the step was saved before, the two folders are exchanged atomically
    (RENAME_EXCHANGE). In the background no rank waits for another, so nothing can hang there.
 
-A rank that can't write first renames the draft and then removes it, so that no other rank writes to it any more. It
-prints a line, and all ranks raise at the next `save` or `wait`. The interpreter exits only once the last save is
-complete. The next job's first save removes what a killed save has left.
+If a rank can't write its file, it renames the draft before it removes it, so that no other rank can publish the draft.
+The rank prints a line, and all ranks raise at the next `save` or `wait`. The interpreter exits only once the last save
+is complete. The next job's first save removes the drafts that a killed job has left.
 
 **Why SHA-256.** A CRC detects the accidental errors of a disk; SHA-256 also detects a wrong copy, a merge or an edit by
-hand, and ``sha256sum`` and every registry use it. On processors with instructions for SHA-256, it occupies a thread but
-takes no extra time: the background work is about as fast as torch.save with fsync (``make bench-checkpoint``).
+hand, and ``sha256sum`` and every registry use SHA-256. On processors with instructions for SHA-256, hashing occupies a
+thread but takes no extra time: the background work is about as fast as torch.save with fsync (``make
+bench-checkpoint``).
 """
 
 from __future__ import annotations
@@ -61,15 +62,16 @@ def save(
 ) -> None:
     """Save `state` as the checkpoint of `step`. Every rank calls it.
 
-    It returns once the state is copied, so the next step may change it. The files are written in the background, and
-    the checkpoint gets its name when the files of all ranks are safe on disk. A save that is interrupted leaves earlier
-    checkpoints as they were. The interpreter does not exit before the last save is complete.
+    `save` returns once the state is copied, so the next step may change the state. The files are written in the
+    background, and the checkpoint gets its name when the files of all ranks are safe on disk. A save that is
+    interrupted leaves earlier checkpoints as they were. The interpreter does not exit before the last save is complete.
 
     Every rank gets back what it saved, bit for bit. Tensors of 64 KiB and more are compared between the ranks. A tensor
-    with the same bits on all ranks is saved once, divided among them. If a tensor differs, each rank saves its own, and
-    only the same number of ranks can load the checkpoint. Each shard of a DTensor is saved once; its replicas are equal
-    by contract, and only the first is saved. Buffers of modules, NumPy arrays, smaller tensors and plain values are
-    saved for each rank; if a different number of ranks loads the checkpoint, every rank gets those of rank 0.
+    with the same bits on all ranks is saved once, divided among them. If a tensor differs between ranks, each rank
+    saves its own values, and only the same number of ranks can load the checkpoint. Each shard of a DTensor is saved
+    once; its replicas are equal by contract, and only the first is saved. Buffers of modules, NumPy arrays, smaller
+    tensors and plain values are saved for each rank; if a different number of ranks loads the checkpoint, every rank
+    gets the values of rank 0.
 
     Args:
         folder: Folder of the checkpoints, on a file system that all ranks share.
@@ -77,11 +79,11 @@ def save(
             ``load_state_dict``, and plain values.
         step: Step of the training, at least 0; a checkpoint of the same step is replaced.
         metric: Score of the checkpoint for ``prune(keep_best=...)`` and ``load(step="best")``.
-        keep: Arguments for `prune`, which runs once this checkpoint is published; None: it does not run.
+        keep: Arguments for `prune`, which runs once this checkpoint is published; with None, it does not run.
         wait: Whether to return only once the checkpoint is published.
 
     Raises:
-        CheckpointError: A rank can't save, an earlier save failed in the background, or not all ranks call this;
+        CheckpointError: A rank can't save, an earlier save failed in the background, or not all ranks call `save`;
             raised on every rank.
         TypeError: `state` is not a dictionary.
 
@@ -129,7 +131,7 @@ class Saver:
         ranks = RankGroup()
         rank, world_size = ranks.rank, ranks.world_size
         problem, cause = self.settle(), None
-        require_all("save")  # comes first, because state_dict() may call a collective
+        require_all("save")  # before state_dict(), which may call a collective and would wait for missing ranks
         tree, draft, retention = None, None, None
         leaves: list[Leaf] = []
         described: blocks.Description = {}
@@ -142,7 +144,7 @@ class Saver:
             if rank == 0 and not problem:
                 draft = self._begin(folder, step, metric, retention, leaves)
             described = blocks.describe(leaves, world_size)
-        except OtherSide:  # only rank 0 raises this; the other ranks then fail as its victims
+        except OtherSide:  # only rank 0 raises this; the other ranks fail because rank 0 is gone
             raise
         except Exception as error:  # a state_dict() may raise anything, and the other ranks must learn of it
             problem, cause = problem or _describe(error, folder), error
@@ -176,12 +178,12 @@ class Saver:
             raise_problems("save", gather("save", self.settle()))
 
     def settle(self) -> str:
-        """Wait for the save in the background; return why it failed, or an empty string. A failure is returned once."""
+        """Wait for the save in the background; return why it failed, or "". A failure is returned only once."""
         pending, self._pending = self._pending, None
         return pending.result() if pending is not None else ""
 
     def is_idle(self) -> bool:
-        """Return whether nothing is being written, and if so forget how the last save went."""
+        """Return whether no save is being written; if so, forget the last save's result."""
         if self._pending is not None and not self._pending.done():
             return False
         self._pending = None
@@ -215,7 +217,7 @@ class Saver:
             self._staging = mmap.mmap(-1, size)
             # A data loader's forked workers must not share these pages: the next save would have to copy each one.
             for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-                with contextlib.suppress(OSError, AttributeError):  # this kernel or system may have neither
+                with contextlib.suppress(OSError, AttributeError):  # this kernel or system may lack either one
                     self._staging.madvise(getattr(mmap, advice))
         fill(self._staging, layout, parts)
         return memoryview(self._staging)[: layout.size_bytes]
@@ -257,7 +259,7 @@ def _write(
         why = str(getattr(error, "strerror", None) or error)
         if not os.path.isdir(draft.path):
             why = "another rank could not write, or the folder is not on a file system that all ranks share"
-        return _give_up(draft, rank, f"{why}. Those before it are as they were; make room or choose another folder")
+        return _give_up(draft, rank, f"{why}. Earlier checkpoints are unchanged; make room or choose another folder")
     finally:
         writing.end()
     try:
@@ -291,7 +293,7 @@ def renew() -> None:
     """Start afresh in a process that becomes a rank of the next attempt; the last save's result no longer matters."""
     global _saver
     if not _saver.is_idle():
-        _saver = Saver()  # the last save is still being written from the old one's memory
+        _saver = Saver()  # the last save is still being written from the old Saver's memory
 
 
 def _forget_parents_saves() -> None:

@@ -1,6 +1,6 @@
 """Data for several ranks: samplers, partitions, loaders and seeds. Works with any backend.
 
-Start with `sampler`, then `loader`. Nothing here sends a tensor.
+Start with `sampler`, then `loader`. Only `parts` communicates between ranks, and nothing here computes a step.
 """
 
 from phalanx.data.batches import GlobalBatches

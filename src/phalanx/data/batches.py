@@ -23,17 +23,18 @@ class GlobalBatches:
         length: Number of samples in the dataset.
         batch_size: Number of samples in a batch, over all ranks; the last batch of an epoch may be smaller.
         micro_batch_size: Largest number of this rank's samples in one forward pass; None: unlimited.
-        num_parts: Number of parts that all ranks together cut a batch into; it replaces `micro_batch_size`.
+        num_parts: Number of parts into which all ranks together cut a batch; if given, `micro_batch_size` has no
+            effect.
         shuffle: Whether each epoch has a new order.
         seed: Seed of the order, the same on all ranks.
-        drop_last: Whether a smaller batch at the end of an epoch is left out.
+        drop_last: Whether the last batch of an epoch is left out if it is smaller than `batch_size`.
 
     Attributes:
         epoch: Number of the epoch, from 0.
         place: Position of the next batch in the epoch's order.
 
     Raises:
-        ValueError: The sizes do not fit the number of ranks.
+        ValueError: `batch_size` is smaller than the number of ranks, or `num_parts` is not a multiple of that number.
 
     Example:
         >>> batches = phalanx.data.GlobalBatches(10, 4, shuffle=False)
@@ -138,11 +139,11 @@ class GlobalBatches:
         return torch.randperm(self.length, generator=generator).tolist()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, which is the same on all ranks; any number of ranks can load it."""
+        """Return the position in the data: the same on all ranks, and any number of ranks can continue from it."""
         return {"epoch": self.epoch, "place": self.place, "seed": self._seed, "length": self.length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a saved position: the rest of the epoch yields each remaining sample once.
+        """Continue at a saved position: the rest of the epoch yields each remaining sample exactly once.
 
         Args:
             state: State that `state_dict` returned.
@@ -164,14 +165,15 @@ class GlobalBatches:
 class GivenBatches(GlobalBatches):
     """Global batches from a batch sampler; `place` counts batches, not samples.
 
-    The default generators are seeded from seed and epoch before the sampler runs. So a sampler that draws from them, or
-    from a generator that its ``set_epoch`` seeds, yields the same batches again.
+    The default generators are seeded from `seed` and the epoch before the sampler runs. So a sampler yields the same
+    batches again if it draws from the default generators, or from a generator that its ``set_epoch`` seeds.
 
     Args:
         length: Number of samples in the dataset.
         batch_sampler: Iterable of lists of indices, one for each batch; the same on all ranks.
         micro_batch_size: Largest number of this rank's samples in one forward pass; None: unlimited.
-        num_parts: Number of parts that all ranks together cut a batch into; it replaces `micro_batch_size`.
+        num_parts: Number of parts into which all ranks together cut a batch; if given, `micro_batch_size` has no
+            effect.
         seed: Seed of the sampler's random numbers, the same on all ranks.
 
     Raises:
@@ -238,5 +240,5 @@ class GivenBatches(GlobalBatches):
                 ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, which is the same on all ranks; any number of ranks can load it."""
+        """Return the position in the data: the same on all ranks, and any number of ranks can continue from it."""
         return {**super().state_dict(), "batches": "given"}

@@ -1,10 +1,11 @@
 """`RepeatedOrders`: a warning about a loop that forgets `set_epoch`.
 
 Without `set_epoch`, every epoch has the same order, which costs accuracy but raises no error. A loop with torch's
-loader, torch's sampler and our model calls no code of ours when an epoch begins. It does call our forward pass, but a
-forward pass can't tell whether a repeated order is intended. So the first phalanx DistributedDataParallel wraps two
-methods of torch's `DistributedSampler`. The wrappers look at three attributes per epoch, on rank 0 alone. A script
-without such a model is not affected. An evaluation, or a look at the first batch, does not count as an epoch.
+loader, torch's sampler and our model calls no code of ours when an epoch begins. The loop does call our forward pass,
+but the forward pass can't find out whether a repeated order is intended. So the first phalanx DistributedDataParallel
+wraps two methods of torch's `DistributedSampler`. The wrappers look at three attributes per epoch, on rank 0 alone. A
+script without a phalanx DistributedDataParallel is not affected. An evaluation, or a look at the first batch, does not
+count as an epoch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from phalanx._errors import warn_caller
 class RepeatedOrders:
     """Warns once if a model trains on torch's `DistributedSampler` and nobody calls `set_epoch`.
 
-    An epoch counts if it begins while a watched model is in training mode with gradients on, because an evaluation may
+    An epoch counts only if it begins while a watched model is in training mode with gradients on: an evaluation may
     repeat its order. A repeated order is a mistake only if the model has trained since the previous epoch began;
     otherwise, the script may just have looked at the first batch.
     """

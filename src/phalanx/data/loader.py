@@ -37,15 +37,15 @@ class DataLoader(torch_data.DataLoader[Any]):
     Where torch's loader does nothing by default, this one does what a job of several ranks needs:
 
     - Without `sampler` and `batch_sampler`, a `DistributedSampler` divides the dataset among the ranks of the default
-      group; `shuffle` and `drop_last` are passed to it. Without `drop_last` it pads when it shuffles, as torch's does,
-      and yields each sample exactly once when it does not shuffle. Its epochs advance by themselves, or `set_epoch`
-      chooses one.
-    - torch's samplers for a single process, such as ``RandomSampler``, do not divide the data, and neither does a list.
-      If such a sampler is as long as the dataset, rank 0 warns when training first iterates the loader, unless
-      `is_own_part` is given.
+      group; `shuffle` and `drop_last` are passed to it. Without `drop_last`, this sampler pads if it shuffles, as
+      torch's sampler does; if it does not shuffle, it yields each sample exactly once. It advances to the next epoch
+      automatically; `set_epoch` chooses another epoch.
+    - torch's samplers for a single process, such as ``RandomSampler``, do not divide the data, and neither does a list
+      of indices. If such a sampler is as long as the dataset, rank 0 warns when training first iterates the loader,
+      unless `is_own_part` is given.
     - Without `worker_init_fn`, each worker of each rank draws its own random numbers from Python, NumPy and torch.
-    - Ranks take turns at the items of an ``IterableDataset``, so it must yield the same items on each rank. As in
-      torch, the dataset itself must divide its items among workers: a stream that does not look at
+    - Ranks take turns at the items of an ``IterableDataset``, so the dataset must yield the same items on each rank. As
+      in torch, the dataset itself must divide its items among workers: a stream that does not look at
       ``get_worker_info()`` yields every item in every worker. `shard_iterable` divides any stream.
     - `state_dict` and `load_state_dict` resume in the middle of an epoch, on any number of ranks. With the same number
       of ranks, each rank gets the batches that it would have got without the interruption, and, if a `RandomState` is
@@ -53,8 +53,9 @@ class DataLoader(torch_data.DataLoader[Any]):
       the rest of that epoch.
 
     Args:
-        is_own_part: Whether the dataset is this rank's own part already, and is not divided again. With several ranks,
-            a `Partition` needs True or False. False with a sampler means that every rank takes all samples on purpose.
+        is_own_part: Whether the dataset is already this rank's own part, so that the loader does not divide it again.
+            With several ranks, a `Partition` needs True or False. With a sampler, False confirms that every rank is
+            meant to take all samples.
 
     Raises:
         RuntimeError: There are several ranks and no process group yet.
@@ -122,7 +123,8 @@ class DataLoader(torch_data.DataLoader[Any]):
         if self._remark and torch.is_grad_enabled():  # not in an evaluation, where each rank may take all samples
             remark, self._remark = self._remark, ""
             warn_caller(remark)
-        # torch draws the workers' seed here, even without workers. For a resumed epoch the earlier run has drawn it.
+        # torch draws the workers' seed here, even without workers. In a resumed epoch, the earlier run has already
+        # drawn this seed, so the draw is undone.
         with random_state_kept() if self._has_drawn else contextlib.nullcontext():
             batches = super().__iter__()
         self._has_drawn = False
@@ -141,7 +143,7 @@ class DataLoader(torch_data.DataLoader[Any]):
         self._is_over = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the number of the epoch to the sampler, if that has a ``set_epoch``."""
+        """Pass the number of the epoch to the sampler, if the sampler has a ``set_epoch``."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
@@ -190,30 +192,31 @@ def _dividing_sampler(
         )
     pad = shuffle and not drop_last
     sampler = DistributedSampler(dataset, num_replicas, rank, shuffle, drop_last=drop_last, pad=pad)
-    sampler.expects_set_epoch = False  # no script can call it: the sampler belongs to the loader
+    sampler.expects_set_epoch = False  # the script does not hold this sampler, so it need not call set_epoch
     return sampler
 
 
 def _undivided(dataset: Any, sampler: Any, batch_sampler: Any, num_replicas: int) -> str:
     """Return a warning about a sampler that gives each rank all samples; empty if the sampler may divide them.
 
-    A sampler of a class that is not torch's may divide the data, and a shorter one may hold only this rank's indices.
+    A sampler of a class that is not torch's may divide the data. A sampler that is shorter than the dataset may hold
+    only this rank's indices.
     """
     if type(batch_sampler) is torch_data.BatchSampler:
         sampler = batch_sampler.sampler
     if type(sampler) not in _OF_ONE_PROCESS or not hasattr(dataset, "__len__") or len(sampler) < len(dataset):
         return ""
     return (
-        f"phalanx.DataLoader: a {type(sampler).__name__} divides nothing, so each of the {num_replicas} ranks takes "
-        f"{len(sampler):,} samples an epoch. Make it {DIVIDING_LOADER}; or pass is_own_part=True if the dataset is "
-        "this rank's own, False if every rank is to take all"
+        f"phalanx.DataLoader: a {type(sampler).__name__} does not divide the data, so each of the {num_replicas} ranks "
+        f"takes {len(sampler):,} samples an epoch. Make it {DIVIDING_LOADER}; or pass is_own_part=True if the dataset "
+        "is this rank's own, False if every rank is to take all"
     )
 
 
 def _part_of_stream(
     stream: torch_data.IterableDataset[Any], rank: int, num_replicas: int, is_own_part: bool | None
 ) -> torch_data.IterableDataset[Any]:
-    """Return this rank's part of a stream, or the stream itself if it is divided already."""
+    """Return this rank's part of a stream, or the stream itself if the stream needs no division."""
     if is_own_part or num_replicas == 1 or isinstance(stream, Shard):
         return stream
     if is_own_part is None and rank == 0:
@@ -231,5 +234,6 @@ class _SeedWorker:
         self._rank = rank
 
     def __call__(self, worker_id: int) -> None:
-        # torch's seed comes from the loader's generator, so ranks that were seeded alike share it.
+        # torch draws its seed from the loader's generator. If all ranks were seeded alike, that seed is the same on all
+        # of them, so the rank is mixed in.
         seed_process(derive_seed(torch.initial_seed(), "rank", self._rank))

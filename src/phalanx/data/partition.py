@@ -29,12 +29,13 @@ class Partition(Subset[Any]):
 
 
 class DataPartitioner:
-    """Shuffles a dataset once and cuts it into parts, the same on every rank.
+    """Shuffles a dataset once and cuts it into parts, which are the same on every rank.
 
     Args:
-        data: Dataset with a length and items.
+        data: Dataset with ``__len__`` and ``__getitem__``.
         sizes: Fraction of the dataset for each part: each at least 0, together at most 1. If they add up to 1, every
-            sample is in exactly one part. Each part is at most one sample off its fraction.
+            sample is in exactly one part. A part's length differs from its fraction of the dataset by at most one
+            sample.
         seed: Seed of the shuffle.
 
     Raises:
@@ -55,7 +56,7 @@ class DataPartitioner:
             raise ValueError(f"sizes must be fractions of at least 0 that add up to at most 1, got {list(sizes)}")
         order = list(range(len(data)))
         random.Random(seed).shuffle(order)
-        # Round the running sums, not each fraction, so that a sample that one part loses to rounding goes to the next.
+        # Rounding each part's length could lose samples. Rounding the running sums loses none: the next part gets them.
         ends = [round(len(order) * math.fsum(sizes[: number + 1])) for number in range(len(sizes))]
         starts = [0, *ends][: len(ends)]
         self.data = data

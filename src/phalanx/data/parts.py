@@ -11,10 +11,10 @@ from phalanx.wire.rank_group import RankGroup
 
 
 def refuse_different(data: Any, ranks: RankGroup) -> None:
-    """Refuse to divide a dataset if the ranks' datasets differ: each rank may already have its own part.
+    """Refuse to divide a dataset if the ranks' datasets differ, because each rank may already have its own part.
 
     Raises:
-        ValueError: The ranks' datasets differ; on every rank.
+        ValueError: The ranks' datasets differ; every rank raises the error.
     """
     described = ranks.gather((len(data), _digest(_chosen(data)[0])))
     if len({*described}) > 1:
@@ -26,7 +26,7 @@ def refuse_different(data: Any, ranks: RankGroup) -> None:
 
 
 def have_the_same(value: Any, ranks: RankGroup) -> bool:
-    """Return whether a value, such as lists of indices, is the same on every rank; every rank calls it."""
+    """Return whether a value, such as lists of indices, is the same on every rank; every rank must call this."""
     return len({*ranks.gather(_digest(value))}) == 1
 
 
@@ -34,7 +34,7 @@ def have_own_parts(data: Any, ranks: RankGroup) -> bool:
     """Return whether each rank has its own part of the data, judging by lengths and by the indices of subsets.
 
     Raises:
-        ValueError: The ranks' parts differ but have samples in common; on every rank.
+        ValueError: The ranks' parts differ but have samples in common; every rank raises the error.
     """
     indices, whole = _chosen(data)
     num = len(whole) if hasattr(whole, "__len__") else 0

@@ -19,7 +19,7 @@ class RandomState:
     """Python's, NumPy's and torch's random number generators, as an entry for a checkpoint's state.
 
     Each rank gets its own state back. If the number of ranks has changed, each rank's generators are seeded anew, from
-    rank 0's state and the rank.
+    the saved state and the rank's number.
 
     Example:
         >>> random = phalanx.RandomState()

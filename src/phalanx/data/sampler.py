@@ -1,10 +1,11 @@
 """`DistributedSampler`: torch's sampler, with epochs that advance, evaluation without padding and exact resumption.
 
-The order is torch's: a permutation drawn from seed + epoch and dealt out in turns. So a script that changes one import
-trains on the same samples. One number, the place in that order, says how far the ranks have come, so any number of
-ranks can continue from it. A rank may have taken its last sample while another has one more, so only a rank that has
-asked for more and got nothing knows that the epoch is over. Padding repeats samples from the beginning of the epoch's
-order, even in a resumed run, because an interruption must not change the samples.
+The order is torch's: a permutation drawn from seed + epoch and dealt to the ranks in turns. So a script that changes
+one import trains on the same samples. One number, the place in that order, shows how many samples all ranks together
+have taken, so any number of ranks can continue from that place. A rank may have taken its last sample while another
+rank has one more. So only a rank that has asked for another sample and got none knows that the epoch is over. Padding
+repeats samples from the beginning of the epoch's order, even in a resumed run, because an interruption must not change
+the samples.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
     """Divides a dataset among ranks, in the same order as torch's DistributedSampler.
 
     The order of an epoch is a pure function of seed, epoch and the dataset's length. Rank r of W takes the samples at
-    positions r, r + W, r + 2 W, ... of that order, whatever W is. An iteration without a `set_epoch` before it begins
-    the next epoch, so a forgotten `set_epoch` does not repeat an order. Rank 0 then warns once, unless something else
-    keeps track of the epoch: the loader that made this sampler, or a script that saves and loads the sampler's state.
+    positions r, r + W, r + 2 W, ... of that order, whatever W is. If `set_epoch` is not called between two iterations,
+    the second one moves on to the next epoch, so a forgotten `set_epoch` does not repeat an order. Rank 0 then warns
+    once if it shuffles, unless something else keeps track of the epoch: the loader that made this sampler, or a script
+    that saves and loads the sampler's state.
 
     Args:
         dataset: Dataset with a length.
-        num_replicas: Number of ranks that share the dataset; default: those of the default group.
-        rank: Rank of this process among them; default: its rank in the default group.
+        num_replicas: Number of ranks that share the dataset; default: the size of the default group.
+        rank: Rank of this process among these ranks; default: its rank in the default group.
         shuffle: Whether each epoch has a new order.
         seed: Seed of the order, the same on all ranks.
         drop_last: Whether the last samples of an epoch are dropped if there are too few for one per rank.
@@ -68,17 +70,17 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
         self.epoch: int
         self.pad = pad
         self._start = 0  # place in the epoch's order where the next iteration begins
-        self._num_taken = 0  # number of samples that this rank has taken since `_start`
+        self._num_taken = 0  # number of samples that this rank has taken since it began at `_start`
         self._is_running = False  # whether an iteration has begun since the epoch was set
         self._is_over = False  # whether that iteration has ended
-        self.expects_set_epoch: bool = True  # False: an epoch may begin without it
+        self.expects_set_epoch: bool = True  # False: an epoch may begin without a call of set_epoch
 
     def __len__(self) -> int:
         """Return the number of samples that this rank gets in an epoch."""
         return self.num_after(0)
 
     def num_after(self, place: int) -> int:
-        """Return the number of samples that this rank gets after the first `place` of an epoch's order.
+        """Return the number of samples that this rank gets after the first `place` samples of an epoch's order.
 
         Example:
             >>> phalanx.DistributedSampler(range(7), 2, 0).num_after(2)
@@ -111,16 +113,17 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
         The position is the same on all ranks if all have taken the same number of samples.
 
         Args:
-            num_taken: Number of samples of this epoch that this rank has trained on; default: the number taken from
-                the sampler, which is more if workers load ahead.
-            is_over: Whether this rank has finished the epoch; default: whether the sampler has.
+            num_taken: Number of samples of this epoch that this rank has trained on; default: the number taken from the
+                sampler, which is larger if workers load ahead.
+            is_over: Whether this rank has finished the epoch; default: whether the sampler has run out of samples.
         """
         self.expects_set_epoch = False
         length = len(self.dataset)  # type: ignore[arg-type]
         if not self._is_running:  # the loader's count belongs to an earlier epoch
             num_taken, is_over = 0, False
         place = self._start + (self._num_taken if num_taken is None else num_taken) * self.num_replicas
-        # A rank may have taken its last sample while another has one more; only a rank that asked for more knows.
+        # A rank may have taken its last sample while another rank has one more. Only a rank that has asked for another
+        # sample and got none knows that the epoch is over.
         is_over = (self._is_over if is_over is None else is_over) or (self._is_running and place >= length)
         return {
             "epoch": self.epoch + is_over,
@@ -159,7 +162,7 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
             self.expects_set_epoch = False
             warn_caller(
                 f"rank 0: DistributedSampler: set_epoch was not called before epoch {self.epoch}. The sampler has "
-                "gone on to that epoch by itself, in a new order; a job that resumes would begin with epoch 0 again. "
+                "advanced to that epoch on its own, in a new order; a job that resumes would begin with epoch 0 again. "
                 "Add before the loop over the batches: sampler.set_epoch(epoch)"
             )
 
@@ -174,7 +177,7 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
     def _walk(self, order: list[int], start: int) -> Iterator[int]:
         for number in range(self.num_after(start)):
             self._num_taken += 1
-            # Padding begins with the epoch's first sample wherever the walk began, and wraps around as often as needed
-            # if the dataset is smaller than the group.
+            # Padding begins with the epoch's first sample, wherever this iteration began. If the dataset is smaller
+            # than the group, padding goes through the order as often as needed.
             yield order[(start + number * self.num_replicas + self.rank) % len(order)]
         self._is_over = True

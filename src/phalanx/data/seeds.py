@@ -13,9 +13,9 @@ from phalanx.data.replica import rank_and_size
 
 
 def seed_everything(seed: int, *, per_rank: bool = False) -> int:
-    """Seed Python, torch on all devices and, if it is imported, NumPy; return the seed.
+    """Seed Python, torch on all devices, and NumPy if it is imported; return the seed.
 
-    Workers of a `phalanx.DataLoader` get seeds of their own, derived from it.
+    Workers of a `phalanx.DataLoader` get seeds of their own, derived from this seed.
 
     Args:
         seed: Seed, at least 0.
@@ -43,10 +43,10 @@ def seed_everything(seed: int, *, per_rank: bool = False) -> int:
 
 
 def seed_process(seed: int) -> None:
-    """Seed all generators of this process; in a loader's worker only the CPU's, which takes a hundredth of the time."""
+    """Seed all generators of this process. In a loader's worker, skip CUDA's: that takes a hundredth of the time."""
     random.seed(seed)
     if get_worker_info() is None:
-        torch.manual_seed(seed)  # CUDA's generators as well
+        torch.manual_seed(seed)  # seeds CUDA's generators as well
     else:
         torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:
@@ -54,6 +54,6 @@ def seed_process(seed: int) -> None:
 
 
 def derive_seed(seed: int, *path: str | int) -> int:
-    """Return a seed in [0, 2^63), derived from `seed` and `path`; other arguments are unlikely to give the same one."""
+    """Return a seed in [0, 2^63), derived from `seed` and `path`; other arguments hardly ever give the same seed."""
     digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

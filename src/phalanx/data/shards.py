@@ -1,10 +1,10 @@
 """`shard_iterable`: a stream divided among ranks and their workers.
 
 An ``IterableDataset`` does not say whether it divides itself among workers or ranks. For workers, torch's rule holds:
-each worker yields the whole stream, unless the stream divides itself. Ranks take turns at the items of a stream. That
-loses items if the stream divides itself among ranks, so the loader warns and names ``is_own_part``. A `Partition` may
-be meant for all ranks, such as the training set, or be one rank's own part, so the loader requires ``is_own_part`` for
-it.
+each worker yields the whole stream, unless the stream divides itself. Ranks take turns at the items of a stream. Taking
+turns loses items if the stream already divides itself among ranks, so the loader warns and names ``is_own_part``. A
+`Partition` may be meant for all ranks, such as the training set, or be one rank's own part, so the loader requires
+``is_own_part`` for it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from phalanx.data.replica import rank_and_size
 def shard_iterable(
     iterable: Iterable[Any], num_replicas: int | None = None, rank: int | None = None
 ) -> IterableDataset[Any]:
-    """Return a dataset with this rank's part of `iterable`. Over all ranks and their workers, each item comes once.
+    """Return a dataset with this rank's part of `iterable`. All ranks and their workers together yield each item once.
 
-    Every worker reads the whole stream and keeps its share, so the stream must yield the same items each time. While it
-    is read, ``get_worker_info()`` returns None, so that a stream that divides itself among workers is not divided
-    twice.
+    Every worker reads the whole stream and keeps its share, so the stream must yield the same items each time. While
+    the stream is read, ``get_worker_info()`` returns None. Otherwise, a stream that divides itself among workers would
+    be divided twice.
 
     Args:
         iterable: Stream that every worker can iterate anew: an ``IterableDataset`` or a list, but not a generator.
-        num_replicas: Number of ranks that share the stream; default: those of the default group.
-        rank: Rank of this process among them; default: its rank in the default group.
+        num_replicas: Number of ranks that share the stream; default: the size of the default group.
+        rank: Rank of this process among these ranks; default: its rank in the default group.
 
     Raises:
         TypeError: `iterable` is an iterator, which can be read only once.
@@ -51,12 +51,12 @@ class Shard(IterableDataset[Any]):
     """This rank's part of a stream, divided among the rank's workers.
 
     Args:
-        over_workers: Whether this class divides the part among the rank's workers; False if that is left to the stream,
-            as in torch.
+        over_workers: Whether this class divides the part among the rank's workers; False leaves that to the stream, as
+            torch does.
     """
 
     def __init__(self, iterable: Iterable[Any], rank: int, num_replicas: int, *, over_workers: bool = True) -> None:
-        # Stored now, because a worker has no process group from which to learn them.
+        # Stored now, because a worker has no process group, so it could not find out its rank.
         self._iterable, self._rank, self._num_replicas = iterable, rank, num_replicas
         self._over_workers = over_workers
 
@@ -64,7 +64,8 @@ class Shard(IterableDataset[Any]):
         worker = get_worker_info()
         if worker is None or not self._over_workers:
             return islice(iter(self._iterable), self._rank, None, self._num_replicas)
-        # Ranks take turns first, so that they differ by one item at most however many workers they have.
+        # The ranks take turns before each rank's workers do. So the ranks' numbers of items differ by at most one,
+        # however many workers they have.
         first = worker.id * self._num_replicas + self._rank
         return islice(_read_whole(self._iterable), first, None, self._num_replicas * worker.num_workers)
 

@@ -1,4 +1,4 @@
-"""``phalanx attach RANK``: finds the rank, asks its process for a debugger, and lends it this terminal."""
+"""``phalanx attach RANK``: asks the rank's process to open a debugger, and lends this terminal to the debugger."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _process_of(job: Job, number: int) -> int:
     """Return the process of a running rank.
 
     Raises:
-        NoRank: The rank does not run here, or its job was not started by ``phalanx run``.
+        NoRank: The rank does not run here, or ``phalanx run`` did not start its job.
     """
     if job.launcher == NO_JOB and (why_not := off_limits(job.launcher_pid)):
         raise NoRank(f"process {job.launcher_pid} ({job.name}) {why_not}")
@@ -117,14 +117,14 @@ def _ask(job: Job, rank: int, pid: int) -> socket.socket:
         connection.close()
         raise NoRank(f"{who} has not answered, but another process has")
     with contextlib.suppress(OSError, ValueError):
-        receive_line(connection, _ANSWER_S)  # its rank and pid, which we know
+        receive_line(connection, _ANSWER_S)  # the reply: rank and pid, which we know
         return connection
     connection.close()
     raise NoRank(f"{who} began to answer, and has ended or stopped")
 
 
 def _refuse_if_deaf(who: str, pid: int) -> None:
-    """Raise `NoRank` if the process can't take the signal, which would end it or stay pending."""
+    """Raise `NoRank` if the process does not handle the signal, which would then end the process or stay pending."""
     facts = status_of(pid)
     if not facts:
         raise ProcessLookupError(f"{who} has ended")
@@ -140,7 +140,7 @@ def _refuse_if_deaf(who: str, pid: int) -> None:
             "signal, or it runs no Python"
         )
     threads = (status_of(pid, thread) for thread in threads_of(pid))
-    if all(int(thread["SigBlk"], 16) & bit for thread in threads if thread):  # one thread that takes it is enough
+    if all(int(thread["SigBlk"], 16) & bit for thread in threads if thread):  # one unblocked thread is enough
         raise NoRank(f"{who} blocks {name}, which opens a debugger: its script has called pthread_sigmask")
 
 
@@ -155,7 +155,7 @@ def _where(pid: int) -> str:
 
 
 def _talk(connection: socket.socket) -> None:
-    """Forward keyboard input to the rank and its output to the screen, until it hangs up."""
+    """Forward keyboard input to the rank and its output to the screen, until the rank hangs up."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     if sys.stdin is not None:

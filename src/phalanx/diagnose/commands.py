@@ -27,7 +27,7 @@ _STARTERS = {
 
 
 def launcher_of(pid: int) -> str:
-    """Return which launcher a process is; ``by hand`` if it is none, such as a shell."""
+    """Return the name of the launcher that a process is; ``by hand`` if it is no launcher, but a shell, for example."""
     words = program_of(pid)
     name = os.path.basename(words[0]).partition(":")[0] if words else ""  # "slurmstepd: [4711.0]"
     if name == "phalanx":

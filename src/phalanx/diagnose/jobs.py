@@ -1,12 +1,12 @@
 """Finds the processes of this host that are ranks of a job, whoever started them.
 
 Three sources are used, in this order: the notes of a launcher of ours, which knows its ranks' processes; the black
-boxes that processes hold; and the environment that torchrun, mpirun, Slurm or a person gave them. A launcher is
-recognised by its program, so ``vim torchrun`` is not one. A torchrun without ranks is a job that is starting. A process
-that is not a rank can be asked about, too: it counts as a job with a single rank, number -1.
+boxes that processes hold; and the environment that torchrun, mpirun, Slurm or a person gave the ranks. A launcher is
+recognized by its program, so ``vim torchrun`` is not one. A torchrun without ranks counts as a job that is starting.
+Users can also ask about a process that is not a rank: it counts as a job with a single rank, number -1.
 
 The host sees the processes of a container's job under other numbers than the container does. So the numbers in the
-launcher's notes and in boxes are translated by ``NSpid``; otherwise they would be taken for unrelated processes of the
+launcher's notes and in boxes are translated by ``NSpid``; otherwise they would stand for unrelated processes of the
 host.
 """
 
@@ -60,9 +60,9 @@ class Rank:
 
     Attributes:
         rank: Rank number; `NO_RANK` for a process that is not a rank.
-        process: The process; None if that has ended.
-        pid: Pid of the process, also after it has ended.
-        helpers: Processes below it, such as the workers of a data loader.
+        process: The process; None if it has ended.
+        pid: Pid of the process, even after the process has ended.
+        helpers: Descendants of the process, such as the workers of a data loader.
     """
 
     rank: int
@@ -76,17 +76,17 @@ class Job:
     """The ranks of one job that run on this host.
 
     Attributes:
-        name: Script or module that it runs, such as ``train.py``.
+        name: Script or module that the job runs, such as ``train.py``.
         launcher: ``phalanx run``, ``phalanx.spawn``, ``torchrun``, ``mpirun``, ``srun``, ``by hand``, or ``no job``
             for a process that is not a rank.
-        launcher_pid: Process of the launcher; 0: there is none, or the job has ended.
+        launcher_pid: Pid of the launcher; 0 if there is none, or if the job has ended.
         world_size: Number of ranks on all hosts; 0 if it is unknown.
         ranks: The ranks of this host, lowest first.
         folder: Folder of the run's logs; empty if it is unknown.
-        notes: Path of the launcher's notes, see `rendezvous.launched`; empty if it keeps none.
+        notes: Path of the launcher's notes, see `rendezvous.launched`; empty if the launcher keeps none.
         state: Activity of the launcher while no rank runs here, such as ``starting``; empty if ranks run or have ended.
-        straggler: Words of the launcher about a rank that costs the others time; empty if there is none.
-        script: Absolute path of its script; empty if that is unknown.
+        straggler: Words of the launcher about a rank that slows the other ranks down; empty if there is none.
+        script: Absolute path of the job's script; empty if that is unknown.
     """
 
     name: str
@@ -106,25 +106,25 @@ class Job:
 
     @property
     def waits(self) -> str:
-        """Why no rank of it runs here, as a sentence."""
+        """Why no rank of the job runs here, as a sentence."""
         return f"no rank of {self.name} runs here yet ({self.launcher}, pid {self.launcher_pid}): {self.state}"
 
     @property
     def cwd(self) -> str:
-        """Folder in which it runs; empty if that is unknown."""
+        """Folder in which the job runs; empty if that is unknown."""
         pids = [*(rank.pid for rank in self.ranks[:1]), self.launcher_pid]
         return printable(next(filter(None, map(working_folder, pids)), ""))
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it runs in another folder than this process, or has ended since it was found."""
+        """Whether the job runs in another folder than this process, or has ended since it was found."""
         if cwd := self.cwd:
             return cwd != printable(working_folder(os.getpid()))
         return all((process := process_of(pid)) is None or process.state == "Z" for pid in self.pids)
 
     @property
     def is_of_this_host(self) -> bool:
-        """Whether nothing suggests that it uses other hosts: no launcher started it, and its ranks meet on this one."""
+        """Whether nothing suggests other hosts: no launcher started the job, and its rendezvous is on this host."""
         if self.launcher != BY_HAND or not self.ranks:
             return False
         address = environment_of(self.ranks[0].pid).get("MASTER_ADDR", "")
@@ -142,7 +142,7 @@ class Matches:
 
     Attributes:
         jobs: Jobs that fit; exactly one if it is clear which the user means.
-        problem: Reason why it is not clear, with the jobs to choose from; "" if it is.
+        problem: Reason why it is not clear which job is meant, with the jobs to choose from; "" if it is clear.
     """
 
     jobs: tuple[Job, ...]
@@ -173,8 +173,8 @@ def find_job(wanted: str, has_notes: bool = False) -> Job:
     """Return the one job that fits what a user has typed; see `match_jobs`.
 
     Raises:
-        LookupError: There is none, or there are several; the message lists them.
-        NoRank: The pid is that of another user's launcher.
+        LookupError: No job fits, or several jobs do; the message lists them.
+        NoRank: The pid belongs to another user's launcher.
     """
     found = match_jobs(wanted, has_notes)
     if found.problem:
@@ -189,11 +189,11 @@ def match_jobs(wanted: str, has_notes: bool = False) -> Matches:
     one runs in the current folder, that one is meant. A path with a slash matches only that file.
 
     Args:
-        wanted: Job as the user has typed it; empty: any job.
+        wanted: Job as the user has typed it; empty for any job.
         has_notes: Whether only jobs started by phalanx count, unless a pid is asked for.
 
     Raises:
-        NoRank: The pid is that of another user's launcher.
+        NoRank: The pid belongs to another user's launcher.
     """
     jobs = find_jobs()
     if wanted.isdecimal():
@@ -227,7 +227,7 @@ def _is_named(job: Job, wanted: str) -> bool:
 
 
 def _job_of(pid: int, wanted: str, jobs: Sequence[Job]) -> Matches:
-    """Return the job to which a process belongs; a job of its own if it belongs to none."""
+    """Return the job to which a process belongs; if it belongs to none, a job of its own."""
     for job in jobs:
         if pid in job.pids:
             return Matches((job,))
@@ -286,7 +286,7 @@ def _table(jobs: Sequence[Job]) -> str:
 
 
 def told_where(job: Job, wanted: str) -> str:
-    """Return a line that says that a job matched by name runs in another folder; empty if it runs in this one."""
+    """Return a line about the folder of a job that was found by its name; empty if the job runs in this folder."""
     is_plain = wanted and not wanted.isdecimal() and os.sep not in wanted
     return (
         f"no {wanted} of this folder is running; this is the one in {job.cwd}" if is_plain and job.is_elsewhere else ""
@@ -297,8 +297,8 @@ def find_ranks(wanted: str, has_notes: bool = False) -> Job:
     """Return the job that a user means, if any of its ranks runs or has run.
 
     Raises:
-        LookupError: There is none, or there are several.
-        NoRank: None of its ranks has been started, or it is another user's.
+        LookupError: No job fits, or several jobs do.
+        NoRank: None of the job's ranks has been started, or the job is another user's.
     """
     job = find_job(wanted, has_notes)
     if not job.ranks:
@@ -307,13 +307,13 @@ def find_ranks(wanted: str, has_notes: bool = False) -> Job:
 
 
 def running_in(folder: str) -> Job | None:
-    """Return the newest running job whose logs lie in `folder`, or beside it if it is a Trainer's; None if none do."""
+    """Return the newest running job with logs in `folder`, or beside `folder` if that is a Trainer's; else None."""
     jobs = [job for job in find_jobs() if job.launcher_pid and _is_in_or_beside(job.folder, folder)]
     return jobs[-1] if jobs else None
 
 
 def _is_in(folder: str, wanted: str) -> bool:
-    """Whether a run's folder is the wanted one, or lies in it as a run of a script."""
+    """Whether a run's folder is the wanted folder, or lies in it as a run of a script."""
     of_script = os.path.dirname(folder)
     return bool(folder) and os.path.realpath(wanted) in map(
         os.path.realpath, (folder, of_script, os.path.dirname(of_script))
@@ -321,7 +321,7 @@ def _is_in(folder: str, wanted: str) -> bool:
 
 
 def _is_in_or_beside(folder: str, wanted: str) -> bool:
-    """Whether a run's folder is in the wanted one, or in the logs beside it, if that is a Trainer's folder."""
+    """Whether a run's folder is in the wanted folder, or, for a Trainer's folder, in the logs beside that."""
     return any(_is_in(folder, one) for one in {wanted, logs_beside(wanted)} - {""})
 
 
@@ -351,7 +351,7 @@ def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
 def _outside(launcher: int, processes: Mapping[int, Process]) -> Callable[[int], int]:
     """Return a function that translates the pids in a launcher's notes into those of this pid namespace.
 
-    They differ if the launcher runs in a container. For a process that has ended there, the function returns 0.
+    The two differ if the launcher runs in a container. For a process that has ended there, the function returns 0.
     """
     if number_inside(launcher) == launcher:
         return lambda pid: pid
@@ -361,7 +361,7 @@ def _outside(launcher: int, processes: Mapping[int, Process]) -> Callable[[int],
 
 
 def _boxed(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]:
-    """Yield jobs that phalanx has not started, and whose ranks have black boxes."""
+    """Yield the jobs whose ranks have black boxes, but which phalanx has not started."""
     found: dict[tuple[object, ...], list[tuple[int, int, int]]] = {}
     for pid in pythons:
         with contextlib.suppress(OSError, ValueError):
@@ -375,7 +375,7 @@ def _boxed(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
 
 
 def _meeting(environ: Mapping[str, str]) -> tuple[object, ...]:
-    """Return the rendezvous of ranks with this environment, by which jobs can be told apart; () if it has none."""
+    """Return the rendezvous of ranks with this environment, which differs between jobs; () if there is none."""
     place = detect(environ)
     if place is None or place.master_port is None:
         return ()
@@ -410,7 +410,7 @@ def _is_below(pid: int, ancestors: set[int], processes: Mapping[int, Process]) -
 
 
 def _starting(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]:
-    """Yield the jobs of torchrun without a running rank. A newly forked child still has torchrun's command line."""
+    """Yield a job for each torchrun, except for newly forked children, which still have torchrun's command line."""
     for pid in pythons:
         if launcher_of(pid) == "torchrun" and launcher_of(processes[pid].parent) != "torchrun":
             words = program_of(pid)[1:]
@@ -423,7 +423,7 @@ def _job(parent: int, ranks: Sequence[tuple[int, int, int]], processes: Mapping[
     return Job(
         name=script_name(command_of(first)),
         launcher=launcher,
-        launcher_pid=0 if launcher == BY_HAND else parent,  # a shell may have started several jobs
+        launcher_pid=0 if launcher == BY_HAND else parent,  # by hand: a shell, which may have started several jobs
         world_size=world_size,
         ranks=tuple(_rank(rank, pid, processes) for rank, pid, _ in sorted(ranks)),
         script=script_path(command_of(first), first),

@@ -5,9 +5,9 @@ The process is not halted and need not cooperate: py-spy reads its memory withou
 read again.
 
 Native frames need ptrace, a halt of milliseconds, and the symbols of large libraries. So they are read only for
-culprits that sleep in native code with the GIL, and only if every thread of the process is in a system call that the
-kernel restarts after a halt. Other system calls (recv with a time limit, accept, epoll_wait, semop) would fail with
-EINTR; for such culprits, a line tells the user which command reads native frames.
+culprits (ranks that the others wait for) that sleep in native code with the GIL, and only if every thread of the
+process is in a system call that the kernel restarts after a halt. Other system calls (recv with a time limit, accept,
+epoll_wait, semop) would fail with EINTR; for such culprits, a line tells the user which command reads native frames.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Frame:
     """One frame of a stack.
 
     Attributes:
-        function: Name of the function, qualified where Python knows that.
-        file: Path of its source, relative to its library's folder or to the process's current folder; for a native
-            frame, the name of its library.
+        function: Name of the function; Python's qualified name if that is known.
+        file: Path of the source file, relative to the library's folder or to the process's current folder; for a native
+            frame, the name of the library.
         line: Line number; 0 if it is unknown, as in native frames.
         owner: Package that the file belongs to, ``Python`` or ``native``; empty for the user's own code.
     """
@@ -58,7 +58,7 @@ class Frame:
 
     @property
     def site(self) -> str:
-        """Where it is, such as ``data.py:88``."""
+        """Place of the frame in its source, such as ``data.py:88``."""
         return f"{self.file}:{self.line}" if self.line else self.file
 
 
@@ -67,9 +67,9 @@ class Thread:
     """A Python thread of a process.
 
     Attributes:
-        number: The kernel's id of the thread; that of the main thread is the pid.
-        is_active: Whether it was running when it was looked at.
-        owns_gil: Whether it held the global interpreter lock.
+        number: The kernel's id of the thread; for the main thread, the pid.
+        is_active: Whether the thread was running when its stack was read.
+        owns_gil: Whether the thread held the global interpreter lock.
         frames: The frames, innermost first.
     """
 
@@ -90,8 +90,8 @@ class Stacks:
     """The stacks of a process.
 
     Attributes:
-        threads: The Python threads, the main thread first; none if they could not be read.
-        problem: Reason why they could not be read, and what to do about it; empty if they were.
+        threads: The Python threads, the main thread first; empty if they could not be read.
+        problem: Reason why the threads could not be read, and what to do about it; empty if they were read.
     """
 
     threads: tuple[Thread, ...] = ()
@@ -107,8 +107,8 @@ def read_stacks(pids: Sequence[int], timeout_s: float = 1.0, *, native: bool = F
     """Return the stacks of processes, all read at once.
 
     Args:
-        timeout_s: Time limit for all of them; slower reads are given up.
-        native: Whether to read native frames, too, which halts the process meanwhile and takes ten times as long.
+        timeout_s: Time limit for all processes together; stacks that are not read by then are missing.
+        native: Whether to read native frames, too. This halts the process meanwhile, and takes ten times as long.
     """
     if not pids:
         return {}
@@ -169,7 +169,7 @@ def _frame(facts: dict[str, Any], folder: str) -> Frame:
     path = facts["filename"] or facts["module"] or ""
     if facts["module"]:  # set for native frames, to their library
         return Frame(facts["name"], os.path.basename(facts["module"]), 0, "native")
-    owner = "" if path == "<string>" else owner_of(path)  # "<string>" is the user's: code of python -c
+    owner = "" if path == "<string>" else owner_of(path)  # "<string>": code given to python -c
     shown = _LIBRARY.sub("", path) if owner else path.removeprefix(folder)
     return Frame(facts["name"], shown, facts["line"], owner)
 
@@ -180,7 +180,7 @@ _NO_PY_SPY = "py-spy is not installed: pip install py-spy, or phalanx-torch[diag
 
 
 def _obstacle(pid: int) -> str:
-    """Return why this process may not look into another, and the setting to change; empty if it may."""
+    """Return why this process may not read another one's memory, and the setting to change; empty if it may."""
     try:
         os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY))
     except FileNotFoundError:
@@ -208,7 +208,7 @@ def _denied(pid: int) -> str:
 
 
 def _users_of(pid: int) -> list[int]:
-    """Return the real, effective and saved user of a process; none if it has ended."""
+    """Return the real, effective and saved user of a process; empty if the process has ended."""
     return [int(word) for word in status_of(pid).get("Uid", "").split()[:3]]
 
 

@@ -1,4 +1,4 @@
-"""Finds the running job, or the ended run, that a user means by what was typed."""
+"""Finds the running job, or the ended run, that a user has named on the command line."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ class Run(NamedTuple):
 def subject_of(wanted: str) -> Job | Run:
     """Return the running job that a user means, or else the ended run.
 
-    If a job of that name runs in another folder, and one has ended in this folder, the ended one is meant.
+    If a job of that name runs in another folder, and a run of that name has ended in this folder, the ended run is
+    meant.
 
     Args:
-        wanted: Script, module, pid or folder as the user has typed it; empty: the one job, or the last run.
+        wanted: Script, module, pid or folder as the user has typed it; empty for the only job, or else the last run.
 
     Raises:
         LookupError: Nothing fits, or several jobs do.
@@ -67,7 +68,7 @@ def subject_of(wanted: str) -> Job | Run:
 
 
 def _beginning(run: Path, wanted: str) -> Job | None:
-    """Return the job of a run whose launcher has made its folder but not yet its notes; None: the run has ended."""
+    """Return the job of a run whose launcher has made its folder but not yet its notes; None if the run has ended."""
     pid = run.name.rpartition("-")[2]
 
     def look() -> tuple[Job, ...] | None:
@@ -84,7 +85,7 @@ def newest_run(of_script: Path | None = None) -> Path | None:
     """Return the folder of the newest run; None if there is none.
 
     Args:
-        of_script: Folder with the runs of one script or of several; None: ``logs``.
+        of_script: Folder with the runs of one script or of several; None for the folder ``logs``.
     """
     above = Path(logs_of("")) if of_script is None else of_script
     if not os.path.isdir(above):  # also for a name that is too long for a path
@@ -93,10 +94,10 @@ def newest_run(of_script: Path | None = None) -> Path | None:
 
 
 def last_run_of(wanted: str) -> Path | None:
-    """Return the newest run of a script, or in a folder with runs; None if there is none.
+    """Return the newest run of a script, or the newest run in a folder; None if there is none.
 
     Args:
-        wanted: Script or folder as the user has typed it; empty: any script.
+        wanted: Script or folder as the user has typed it; empty for any script.
     """
     if not wanted or os.path.isdir(wanted):
         return newest_run(Path(wanted) if wanted else None)
@@ -114,7 +115,7 @@ def _own_run(wanted: str, jobs: Sequence[Job]) -> Path | None:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is that of a run of ``phalanx run``."""
+    """Whether a folder is the folder of a run of ``phalanx run``."""
     if not os.path.isdir(path):  # also for a name that is too long for a path
         return False
     return any(map(os.path.isdir, path.glob("attempt_*/rank_*"))) or bool(load_reason(path / "blackbox"))
@@ -129,7 +130,8 @@ def ended_ago_s(folder: Path) -> float:
 def record_of(folder: Path) -> Path:
     """Return the folder of the run, or of the runs, that belong to a Trainer's folder; else `folder`.
 
-    The last start in the Trainer's metrics names the run. Without one, the script is taken to have the folder's name.
+    The last start in the Trainer's metrics names the run. If the metrics record no start, the script is assumed to have
+    the folder's name.
 
     Raises:
         LookupError: The run is not here, because the job ran in another file system.

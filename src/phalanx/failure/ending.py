@@ -1,13 +1,14 @@
-"""How a rank ended: the one type for it, in memory, in files and between hosts.
+"""The one type that describes how a rank ended, in memory, in files and between hosts.
 
 Every launcher describes the end of a rank with an `Ending`. The report, the notes for waiting ranks, the files of a run
-and the messages between nodes all contain it, so a death has the same facts and the same words everywhere. Other
+and the messages between nodes all contain endings, so a death has the same facts and the same words everywhere. Other
 processes get the copy that `Ending.for_others` makes, with a short traceback.
 
 `find_culprit` picks the ending that caused the others. The first rank that is seen to fail is often only a victim: when
-a peer dies, its sockets close before the launcher sees its end. So victims come last, signals before exit codes, and
-then earlier ends before later ones: one order for ``phalanx run``, `phalanx.spawn` and `run_ranks`. If only victims
-have failed, the other ranks get up to 3 s to end or to say why before they are told to end.
+a peer dies, its sockets close before the launcher sees that the peer has ended. So victims come last, signals before
+exit codes, and then earlier ends before later ones: one order for ``phalanx run``, `phalanx.spawn` and `run_ranks`. If
+only victims have failed, the launcher waits up to 3 s for the other ranks to end or to report a cause before it ends
+them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Ending:
     """How a rank ended, under any launcher of phalanx.
 
     Attributes:
-        rank: Rank that ended; -1: the process that starts the ranks.
+        rank: Rank that ended; -1 for the process that starts the ranks.
         pid: Process id of the rank.
         exitcode: Exit code of the rank, or minus the number of the signal that ended it; None while it lives.
         value: Result of the function, if it returned.
@@ -49,14 +50,15 @@ class Ending:
             it.
         last_words: Exception that ended the rank, or its last output; after a hang, the stacks of all threads.
         hung: Whether the rank was killed because it had not ended by the time limit.
-        ended_by_us: Whether the launcher told the rank to end, so that it is not the cause.
-        killed_by_another: Whether somebody else's SIGKILL ended it after it was told to end.
-        preempted: Whether it was asked to end and has saved its state, so that it can resume.
-        ended_for_restart: Whether it ended for a planned restart, perhaps before its own launcher was told of it.
-        skipped: Whether the rank skipped the test or expected its failure, so that it is not the cause.
-        folder: Folder of its logs.
-        host: Host on which it ran; empty: this one.
-        when_s: Time of the failure on the machine's monotonic clock.
+        ended_by_us: Whether the launcher made the rank end, so that the rank is not the cause.
+        killed_by_another: Whether a SIGKILL from elsewhere ended the rank after the launcher had asked it to end.
+        preempted: Whether the rank was asked to end and has saved its state, so that it can resume.
+        ended_for_restart: Whether the rank ended for a planned restart, perhaps before its own launcher knew of the
+            restart.
+        skipped: Whether the rank skipped the test or expected its failure, so that the rank is not the cause.
+        folder: Folder of the rank's logs.
+        host: Host on which the rank ran; empty for this host.
+        when_s: Time of the failure by the monotonic clock of the rank's host.
 
     Example:
         >>> [outcome] = phalanx.testing.run_ranks(divmod, 1, expect_failures=True)
@@ -113,7 +115,7 @@ class Ending:
 
     @property
     def code(self) -> int | None:
-        """Exit code; None if a signal ended the rank, or it lives."""
+        """Exit code; None if a signal ended the rank, or the rank still runs."""
         return None if self.exitcode is None or self.exitcode < 0 else self.exitcode
 
     @property
@@ -140,7 +142,7 @@ class Ending:
 
     @property
     def exit_words(self) -> str:
-        """How its process ended, such as "exited with code 1 (ValueError: no)", even if the rank returned."""
+        """How the rank's process ended, such as "exited with code 1 (ValueError: no)", even if the rank returned."""
         code = self.exitcode or 0
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
         return f"{how} ({self.last_words.summary})" if self.raised and self.last_words.kind else how
@@ -149,7 +151,7 @@ class Ending:
         """Return a copy for other processes: plain data, short enough for a packet.
 
         Args:
-            num_rows: Rows of the screen that the traceback may take; 0: no traceback.
+            num_rows: Rows of the screen that the traceback may take; 0 for no traceback.
         """
         words = self.last_words
         brief = dataclasses.replace(
@@ -236,8 +238,8 @@ RankError.__module__ = "phalanx"  # where users import it from
 def find_culprit(outcomes: Iterable[Ending]) -> Ending | None:
     """Return the ending that caused the others; None if no rank failed.
 
-    Hangs and victims come last, signals before exit codes, the rank that ended a group before ranks that were told of
-    it, and then earlier ends before later ones.
+    Hangs and victims come last. Signals come before exit codes, and a rank whose failure ended a group comes before the
+    ranks that this failure was reported to. If all that is equal, earlier ends come before later ones.
     """
     return min((outcome for outcome in outcomes if outcome.failed), key=_order, default=None)
 

@@ -28,7 +28,7 @@ def save_ends(ends: Iterable[Ending], folder: Path) -> None:
 
 
 def load_ends(folder: Path) -> dict[int, Ending]:
-    """Return the ending of each rank, by rank; empty if they were not saved, or can't be read."""
+    """Return the ending of each rank, by rank; empty if the endings were not saved, or can't be read."""
     with contextlib.suppress(OSError, ValueError):
         return {end.rank: end for end in read_value(read_json(folder / _NAME), list[Ending])}
     return {}

@@ -15,16 +15,16 @@ _FRAME = re.compile(r'^(\s*)File "([^"]+)", line (\d+)(,? in .*)?$')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x\w+.*\(most recent call first\):$")
 _CALLBACK = re.compile(r"^  (\S.*)\(\d+\): \S+$")  # a frame as pybind11 writes it, under "At:"
 _CARETS = re.compile(r"^\s*[\^~]+\s*$")
-_COMMAND = "<string>"  # code of python -c, or generated code
+_COMMAND = "<string>"  # file name of code given to `python -c`, and of generated code
 
 
 def num_rows(line: str) -> int:
-    """Return how many rows of a terminal `line` takes."""
+    """Return how many terminal rows `line` takes."""
     return max(1, -(-len(line) // COLUMNS))
 
 
 def fold(lines: Sequence[str], max_rows: int) -> list[str]:
-    """Return the user's frames, a note of how many others there were, and the message, in at most `max_rows`."""
+    """Return the user's frames, a note that counts the other frames, and the message, in at most `max_rows`."""
     shown, note = _without_others(_own_thread(lines))
     number = _message_of(shown)
     frames, message = shown[:number], shown[number:]
@@ -55,14 +55,15 @@ def _without_others(lines: Sequence[str]) -> tuple[list[str], str]:
     last_other: list[str] = []
     num_own = num_cpp = 0
     paths = {found[2] for line in lines if (found := _FRAME.match(line))}
-    is_command = all(map(owner_of, paths))  # if no file is the user's, code of python -c is
-    depth = -1  # indent of the frame whose source follows
+    # If no frame is in a file of the user's, the code given to `python -c` counts as the user's.
+    is_command = all(map(owner_of, paths))
+    depth = -1  # indent of the frame whose source line follows
     is_own = has_carets = True
     for line in lines:
         if found := _FRAME.match(line):
             depth, owner = len(found[1]), owner_of(found[2])
             is_own = not owner or (is_command and found[2] == _COMMAND)
-            has_carets = found[4] is None  # it is a SyntaxError, whose carets show where it is
+            has_carets = found[4] is None  # no "in NAME": it is a SyntaxError, whose carets mark the place
             where = f'{found[1]}File "{short_path(found[2])}", line {found[3]}{found[4] or ""}'
             if is_own:
                 num_own += 1
@@ -116,7 +117,7 @@ def _last_frames(lines: Sequence[str], max_rows: int) -> list[str]:
 
 
 def _crop_message(lines: Sequence[str], max_rows: int) -> list[str]:
-    """Return the beginning of the message, and its last line, which often says what to do."""
+    """Return the beginning of the message, and the message's last line, which often says what to do."""
     if _rows(lines) <= max_rows:
         return list(lines)
     last = [lines[-1]] if len(lines) > 2 and num_rows(lines[-1]) <= 2 else []

@@ -201,7 +201,7 @@ def hint_for(end: Ending, ends: Sequence[Ending] = (), *, num_oom_kills: int = 0
 
 
 def explanation_for(end: Ending) -> str:
-    """Return a reference such as ``(phalanx explain NAME)`` for an end; "" if none exists or the message has it."""
+    """Return a reference such as ``(phalanx explain NAME)`` for an end; "" if there is none or the message has it."""
     entry = _entry_for(end)
     return address(entry) if entry else ""
 
@@ -237,7 +237,7 @@ def _hints_that_fit(end: Ending) -> Iterator[Hint]:
 
 
 def _hint_for_module(name: str, command: list[str]) -> str:
-    """Return the advice for a module that was not found; it may lie in a folder that is not on the path."""
+    """Return the advice for a module that was not found; the module may lie in a folder that is not on the path."""
     python = command[0] if command else "python"
     top, _, rest = name.partition(".")
     script = command[1] if len(command) > 1 and not command[1].startswith("-") else ""

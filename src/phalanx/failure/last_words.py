@@ -1,14 +1,14 @@
-"""A rank's last words: facts about the exception that ended it, in the file that torch's launchers name for them.
+"""A rank's last words: facts about the exception that ended the rank, in the error file that its launcher names.
 
 The rank itself knows best what ended it. So when a phalanx group is made or `phalanx.init` is called, a hook is put in
-front of `sys.excepthook`. It writes ``error.json`` in the format of torch's ``@record``, which torchrun can read, and
-adds class, message, the user's line, ``is_victim`` and the `Failure`. An exception that was raised while a victim's
-error was being handled counts as a victim's, too, and so does the `RuntimeError` into which native code turns an error
-in a future's callback.
+front of `sys.excepthook`. The hook writes ``error.json`` in the format of torch's ``@record``, which torchrun can read,
+and adds the exception's class and message, the user's line, ``is_victim`` and the `Failure`. An exception that was
+raised while a victim's error was being handled counts as a victim's, too, and so does the `RuntimeError` into which
+native code turns an error in a future's callback.
 
-The launcher checks the file before it uses it: it must be whole, not too large, of the expected form and written by the
-rank's own process. If a rank has left no file (another program, a crash, another excepthook, `sys.exit`), the launcher
-reads the traceback on its stderr, and recognises victims by the wording of other engines' errors (`victims`).
+The launcher checks the file before it uses it: the file must be whole, not too large, of the expected form and written
+by the rank's own process. If a rank has left no file (another program, a crash, another excepthook, `sys.exit`), the
+launcher reads the traceback on its stderr, and recognizes victims by the wording of other engines' errors (`victims`).
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class LastWords:
             message: Whole message, if it is known; default: `summary`.
         """
         lines = [line[:_MAX_LINE] for line in cropped_lines(self.lines)]
-        # torchrun takes the earliest timestamp for the cause, in whole seconds, so a victim's is one second later.
+        # For torchrun, the earliest timestamp marks the cause. It is in whole seconds, so a victim's is one second
+        # later.
         timestamp = str(int(time.time()) + self.is_victim)
         return {
             "message": {
@@ -126,7 +127,7 @@ def class_name(kind: str) -> str:
 
 
 def cropped_lines(lines: Sequence[str]) -> tuple[str, ...]:
-    """Return the lines of a traceback; of a very long one, only its two ends."""
+    """Return the lines of a traceback; if it is very long, only its first and last lines."""
     if len(lines) <= _MAX_LINES:
         return tuple(lines)
     half = _MAX_LINES // 2
@@ -156,7 +157,7 @@ _note: Callable[[str], None] | None = None
 
 
 def tell_when_ended(note: Callable[[str], None]) -> None:
-    """From now on, write for the launcher the facts of an exception that ends this process. Idempotent.
+    """From now on, if an exception ends this process, write the facts about it for the launcher. Idempotent.
 
     The hook runs before the existing ones, which print as usual.
 
@@ -170,7 +171,7 @@ def tell_when_ended(note: Callable[[str], None]) -> None:
     print_it = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None, /) -> None:
-        # The interpreter stores the exception that ends it here; a script may also call the hook just to print one.
+        # `last_value` is the exception that ends the interpreter; a script may call the hook just to print one.
         is_end = error is getattr(sys, "last_value", None) and isinstance(error, Exception)
         if is_end and os.getpid() == _teller_pid:  # not in a forked child
             with contextlib.suppress(Exception):  # the disk may be full, or the exception's own __str__ may fail
@@ -181,7 +182,7 @@ def tell_when_ended(note: Callable[[str], None]) -> None:
 
 
 def forget_rank() -> None:
-    """Remove torch's hook that prefixes tracebacks with the rank in a group: the next group installs its own."""
+    """Remove torch's hook that prefixes tracebacks with the rank in a group: the next group installs its own hook."""
     hook: Any = sys.excepthook
     while getattr(hook, "__name__", "") == "_distributed_excepthook" and "old_hook" in hook.__code__.co_freevars:
         hook = hook.__closure__[hook.__code__.co_freevars.index("old_hook")].cell_contents
@@ -189,7 +190,7 @@ def forget_rank() -> None:
 
 
 def tell(error: BaseException) -> None:
-    """Write the facts of an exception for the launcher as if it had ended this process, which continues."""
+    """Write the facts about an exception for the launcher, as if the exception had ended this process."""
     with contextlib.suppress(Exception):  # as in the hook
         _tell(error)
 
@@ -253,7 +254,7 @@ _FORM = {"pid": int, "message": {"extraInfo": {"py_callstack": str}}, "exception
 
 
 def read(path: str, pid: int) -> LastWords | None:
-    """Return the last words of the process `pid`; None if it left none in the form of `LastWords.record`.
+    """Return the last words of the process `pid`; None if it left no file in the form of `LastWords.record`.
 
     The file of another process, such as a child of the rank, is ignored.
     """

@@ -1,8 +1,8 @@
 """Losses of ranks and hosts, and how jobs resumed: saved beside the black boxes of the attempts that they ended.
 
-Each launcher saves a loss when it learns of it, and again with the phases of the recovery, so a loss after which no
-step completed is recorded as well. A Trainer's report merges the records of several launchers: two records are of one
-loss if they name the same rank or node, at times no further apart than the clocks of hosts may be.
+Each launcher saves a loss when it learns of it, and again with the phases of the recovery, so a loss is recorded even
+if no step completed after it. A Trainer's report merges the records of several launchers: two records describe one loss
+if they name the same rank or node, and their times differ by no more than the clocks of two hosts may.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ class Loss:
     Attributes:
         ending: Ending of the lost rank; for a node, only its host and first rank.
         num_ranks: Number of ranks of the lost node.
-        node_sign: Sign by which the loss of a node was noticed; empty: a rank was lost.
+        node_sign: Sign by which the loss of a node was noticed; empty if a rank was lost.
         silent_s: Seconds for which the node was silent.
         at_s: Time of the first sign, in seconds since 1970.
         phases_s: Seconds of each phase by name, in order. Time between two phases belongs to the later one.
-        step: Number of the first step completed after the loss, counted in the run; None: ranks record no such numbers.
-        loaded_step: Step of the checkpoint that was loaded; 0: there was none, and training starts over; None: unknown.
-        num_repeated: Number of steps that were done twice; None: unknown.
+        step: Number of the first step completed after the loss, counted in the run; None if the ranks record no such
+            numbers.
+        loaded_step: Step of the checkpoint that was loaded; 0 if there was none, so that training starts over; None if
+            unknown.
+        num_repeated: Number of steps that were done twice; None if unknown.
     """
 
     ending: Ending
@@ -115,7 +117,7 @@ def words_of(loss: Loss, verb: str = "resuming") -> str:
     """Return how a job resumed after a loss, or how far it got.
 
     Args:
-        verb: Verb of the phrase; "resuming" is wrong for a reader who sees it after the job's end.
+        verb: Verb of the phrase; "resuming" does not fit if the phrase is read after the job has ended.
     """
     phases = [f"{name} {_seconds(value)}" for name, value in loss.phases_s.items()]
     if not loss.is_over:

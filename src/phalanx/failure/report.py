@@ -1,7 +1,7 @@
 """Reports of a failure: the last screen of ``phalanx run``, and the error that `phalanx.spawn` raises.
 
-People read the last 24 rows of 80 columns, so the report fits them: the cause, the user's frames, the message, a line
-for all ranks that ended alike, the log, the hint. If space runs out, outer frames go first, then the middle of the
+People read the last 24 rows of 80 columns, so the report fits into these: the cause, the user's frames, the message, a
+line for all ranks that ended alike, the log, the hint. If space runs out, outer frames go first, then the middle of the
 message; its last line often says what to do.
 """
 
@@ -29,7 +29,7 @@ def report(culprit: Ending, outcomes: Sequence[Ending], *, hint: str, resume: st
     """Return the last words of a job that failed: the cause, then what became of the others, on one screen.
 
     Args:
-        resume: Words for how to resume the training; empty: none.
+        resume: Words for how to resume the training; empty if there are none.
     """
     where = f"{culprit.host}:" if culprit.host else ""
     others = [shortened(line, _OTHERS_ROWS * COLUMNS - 2) for line in _others(culprit, outcomes)]
@@ -46,7 +46,7 @@ def report(culprit: Ending, outcomes: Sequence[Ending], *, hint: str, resume: st
 
 
 def words_of_resuming(culprit: Ending, outcomes: Sequence[Ending]) -> str:
-    """Return how to resume a job without restarts after a rank was killed; empty if no Trainer has run."""
+    """Return how the user resumes a job in which a rank was killed; "" if no Trainer has run."""
     if culprit.signal != signal.SIGKILL:
         return ""
     saved = next(filter(None, (words_of_checkpoints(outcome.folder) for outcome in outcomes)), "")
@@ -119,7 +119,7 @@ def heads(culprit: Ending, outcomes: Sequence[Ending], timeout_s: float) -> list
 
 
 def headline(culprit: Ending) -> str:
-    """Return which rank ended, and how; after an exception also where, with the source line if it has no message."""
+    """Return which rank ended, and how; for an exception, also where, and the source line if there is no message."""
     words = culprit.last_words
     path, _, number = words.site.rpartition(":")
     if culprit.error is None or not path or owner_of(path):
@@ -145,5 +145,5 @@ def folded(culprit: Ending, max_rows: int) -> list[str]:
         return []
     shown = fold(block.lines, max_rows)
     heads = [n for n, line in enumerate(shown) if line.startswith(f"{block.kind}:") or line == block.kind]
-    number = heads[-1] if heads else 0  # the last exception of a chain is the one that ended the rank
+    number = heads[-1] if heads else 0  # the last exception of a chain ended the rank
     return [*shown[:number], *(f"  {line}" for line in shown[number + 1 :])]

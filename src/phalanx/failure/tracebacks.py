@@ -19,7 +19,7 @@ HOLD_S: Final = 5.0
 """Seconds for which a traceback is held back; if the rank is still running by then, it is shown."""
 
 HOLD_LAST_S: Final = 30.0
-"""Seconds for which a traceback of torch's excepthook is held back: longer, because that process is surely ending."""
+"""Seconds for which a traceback of torch's excepthook is held back: longer, because that process surely ends."""
 
 STYLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 TORCH_PREFIX = re.compile(r"^\[rank\d+\]:(?: |$)")  # torch's excepthook puts it before each line
@@ -65,7 +65,7 @@ class Block:
 
     @property
     def is_interrupt(self) -> bool:
-        """Whether Ctrl-C ended the process; Python reports it as a fatal error during its own startup."""
+        """Whether Ctrl-C ended the process; while Python starts, it reports an interrupt as a fatal error."""
         last = next((line for line in reversed(self.lines) if line), "")
         return "KeyboardInterrupt" in (class_name(self.kind), last)
 
@@ -73,7 +73,7 @@ class Block:
 def find_last_block(raw: Sequence[str]) -> Block | None:
     """Return the last words among the lines that a process has written: a crash, else its last exception.
 
-    A chained exception comes with the whole chain. An exception that did not end the process, such as a thread's,
+    A chained exception is returned with the whole chain. An exception that did not end the process, such as a thread's,
     counts only if there is no other.
     """
     lines = [TORCH_PREFIX.sub("", line) for line in raw]
@@ -151,7 +151,7 @@ class Stream(Protocol):
 
 
 class HeldTracebacks:
-    """Forwards a rank's output to `stream` at once, but holds it back for a while from the start of a traceback.
+    """Forwards a rank's output to `stream` at once, but holds back a traceback, and what follows it, for a while.
 
     Attributes:
         hides_interrupts: Whether to drop tracebacks of KeyboardInterrupt: after Ctrl-C, every rank prints one.
@@ -254,7 +254,7 @@ class HeldTracebacks:
             self._pass(b"".join(lines))
 
     def finish(self) -> None:
-        """Forward held output: nothing more will come."""
+        """Forward held output, because the rank will write nothing more."""
         self.release()
         pending, self._pending = self._pending, b""
         self._is_in_backtrace = False

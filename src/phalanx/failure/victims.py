@@ -1,7 +1,7 @@
-"""Recognises the errors of a victim: a rank that failed because a peer had left or never arrived.
+"""Recognizes the errors of a victim: a rank that failed because a peer had left or never arrived.
 
-Errors of phalanx have an attribute that says so. This module decides about all others: by their class, if a rank has
-left only a traceback, and by their text, if another engine's errors have no class of their own.
+Errors of phalanx have an attribute that says so. This module decides about all other errors: by their class, if a rank
+has left only a traceback, and by their text, if another engine's errors have no class of their own.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ _SAID = re.compile("|".join(_TEXTS))
 
 
 def is_victim(words: LastWords) -> bool:
-    """Whether these are the last words of a rank that failed only because another rank had."""
+    """Whether these are the last words of a rank that failed only because a peer had left or failed."""
     return words.is_victim or words.name in _KINDS or _SAID.search(words.message) is not None

@@ -1,4 +1,4 @@
-"""Limits on how long the launcher waits for a rank, another node or the kernel, any of which may never respond.
+"""Limits on how long the launcher waits for a rank, another node or the kernel; none of them is certain to respond.
 
 A wait ends as soon as it succeeds. `LATE_S`, `IMPORT_S` and `NODES_S` are not limits but delays before a message. Times
 that the user sets, such as ``--shutdown-timeout``, are in `command.flags`.
@@ -30,13 +30,13 @@ CHILDREN_S: Final = 5.0
 """Time for killed processes and their descendants to end."""
 
 FORKER_S: Final = 6.0
-"""Time for a forker to end its ranks after its supervisor has ended; longer than `CHILDREN_S` or an import of torch."""
+"""Time for a forker to end its ranks once its supervisor is gone; longer than `CHILDREN_S` and an import of torch."""
 
 KILL_S: Final = 10.0
 """Time for a process to end after SIGKILL (only the kernel can delay that), or after its children have ended."""
 
 LATE_S: Final = 5.0
-"""Time before the launcher names the ranks that were told to end and have not ended."""
+"""Time before the launcher names the ranks that were told to end and are still running."""
 
 IMPORT_S: Final = 20.0
 """Time before the launcher says that ranks can't start because torch is still being imported."""
@@ -51,40 +51,40 @@ JOIN_S: Final = 600.0
 """Time for the minimum number of nodes to meet, also after a loss; torch's c10d rendezvous has the same limit."""
 
 ANSWERS_S: Final = 10.0
-"""Time for a supervisor and its agent to answer each other; if either is silent for longer, its node is given up."""
+"""Time for a supervisor and its agent to answer each other; if either is silent for longer, the node drops out."""
 
 AGENT_S: Final = 5.0
 """Longest silence of an agent before its supervisor kills the ranks: other nodes may be continuing without this one."""
 
 LEAVE_S: Final = 5.0
-"""Time for which an agent waits, before it exits, until the other nodes know how the job has ended."""
+"""Longest time that an agent, before it exits, waits for the other nodes to learn how the job has ended."""
 
 REPLICA_CONNECT_S: Final = 3.0
 """Time for connecting to another host's replicator."""
 
 REPLICA_HEARD_S: Final = 5.0
-"""Time for a replicator to confirm an offer. A slower one has been stopped, or is being restarted."""
+"""Time for a replicator to confirm an offer. A slower replicator is suspended (SIGSTOP), or is being restarted."""
 
 REPLICA_SILENCE_S: Final = 20.0
 """Time for the next bytes of a copy, or for a whole message, to arrive."""
 
 REPLICA_NAMED_S: Final = 20.0
-"""Time for a replicator to learn the id of its own node, which other nodes may know before it does."""
+"""Time for a replicator to learn the id of its own node; other nodes may know this id earlier."""
 
 WARM_IMPORT_S: Final = 120.0
 """Time for a warm process to import torch."""
 
 WARM_START_S: Final = 60.0
-"""Time for the child that a warm process forks to find out whether it can take the client's place."""
+"""Time in which a child of a warm process must find out whether it can take the client's place."""
 
 WARM_REQUEST_S: Final = 1.0
 """Time for a client that has connected to a warm process to send its request."""
 
 WARM_REPLY_S: Final = 0.5
-"""Time for a warm process to describe itself; one that is still importing torch can't answer."""
+"""Time for a warm process to describe itself; while it is still importing torch, it can't answer."""
 
 WARM_STAY_S: Final = 600.0
 """Time for which a warm process waits for the next job, unless the last job set --warm-for."""
 
 ASK_AGAIN_S: Final = 3600.0
-"""Timeout of one poll(2) in a wait without a limit. The wait repeats it, because poll(2) takes at most 24 days."""
+"""Timeout of one poll(2) in a wait without a limit; poll(2) accepts at most 24 days, so the wait polls repeatedly."""

@@ -2,10 +2,11 @@
 
 Ranks are crowded if together they have more threads than there are CPUs, or than a cgroup quota pays for. Only then
 does the launcher make OpenMP threads sleep while they wait. libgomp, which ships with torch's wheels, lets waiting
-threads spin for 3 ms. It shortens that only if its own process has too many threads: it can't know about other ranks.
-With spinning, two ranks of two threads on two cores take 1.5 to 2 times as long. A rank that is alone on its cores is
-faster if its threads spin, so nothing is set for it. libgomp reads the policy when it is loaded, so the policy must be
-in the environment of the forker, and in that of the server of `phalanx.spawn`, where the first call decides.
+threads spin for 3 ms. libgomp shortens this time only if its own process has too many threads, because it can't know
+about other ranks. With spinning, two ranks of two threads on two cores take 1.5 to 2 times as long. A rank that is
+alone on its cores is faster if its threads spin, so in that case the launcher leaves the policy unset. libgomp reads
+the policy when it is loaded, so the policy must be in the environment of the process that forks the ranks: the forker,
+or the server of `phalanx.spawn`. A server keeps the policy with which it was started.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from phalanx import _env
 from phalanx.host.cpus import Share
 from phalanx.rendezvous.launched import Launch
 
-# MKL, OpenBLAS and numexpr obey this variable, too, unless their own are set.
+# MKL, OpenBLAS and numexpr obey this variable, too, unless variables of their own are set.
 THREADS_VARIABLE = "OMP_NUM_THREADS"
-# Variables by which users choose how OpenMP threads wait; GOMP_ is GCC's runtime, KMP_ LLVM's and Intel's.
+# Variables by which users choose how OpenMP threads wait; GOMP_ belongs to GCC's runtime, KMP_ to LLVM's and Intel's.
 WAIT_VARIABLES = frozenset(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"))
 # Variables by which users bind OpenMP threads to CPUs. The runtime reads them when it is loaded.
 _BIND_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "KMP_AFFINITY", "KMP_HW_SUBSET")
 
 
 def binds_threads(environ: Mapping[str, str]) -> bool:
-    """Return whether OpenMP would bind threads to CPUs when the forker loads it; all ranks would share those CPUs."""
+    """Return whether OpenMP, once the forker loads it, would bind threads to CPUs; all ranks would share those CPUs."""
     if environ.get("OMP_PROC_BIND", "").lower() == "false" or environ.get("OMP_PLACES", "").startswith("{"):
-        return False  # no binding, or CPUs by number, which mean the same in every process
+        return False  # nothing is bound, or the user lists CPUs by number, which are the same in every process
     return any(map(environ.get, _BIND_VARIABLES))
 
 
 def thread_environment(inherited: Mapping[str, str], share: Share) -> dict[str, str]:
     """Return `inherited` with OMP_NUM_THREADS, the size of thread pools, added unless the user has set it.
 
-    If ranks are crowded, OpenMP threads are to sleep while they wait, unless the user has chosen how they wait.
+    If ranks are crowded, OpenMP threads sleep while they wait, unless the user has chosen how they wait.
     """
     threads = {THREADS_VARIABLE: str(share.num_threads)}
     if share.is_crowded and WAIT_VARIABLES.isdisjoint(inherited):
@@ -48,9 +49,9 @@ def thread_environment(inherited: Mapping[str, str], share: Share) -> dict[str, 
 def shared_environment(inherited: Mapping[str, str], share: Share) -> dict[str, str]:
     """Return the environment that all ranks of a node share; variables that the user has set are kept.
 
-    The number of threads comes from `share`, since every rank has the same. Ranks write into pipes, so their streams
-    are made unbuffered; otherwise the last words of a dying rank could be lost. A crash in native code prints the
-    stacks of Python's threads.
+    Every rank gets the number of threads in `share`, which is the same for all ranks. Ranks write into pipes, so their
+    streams are made unbuffered; otherwise the last output of a dying rank could be lost. A crash in native code prints
+    the stacks of Python's threads.
     """
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     # An outer launch may have set this variable; this launch sets its own value for each rank.
@@ -60,13 +61,13 @@ def shared_environment(inherited: Mapping[str, str], share: Share) -> dict[str, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One start of all ranks, with the facts that the launcher tells the ranks of one node.
+    """One start of all ranks, with the facts that the launcher gives to the ranks of one node.
 
     Attributes:
         first_rank: Rank of this node's local rank 0.
         node_rank: Number of this node among ``num_nodes``.
         restart_count: 0 for the first attempt.
-        epoch: Identity of this attempt for `checkpoint.disk.claim.Claimant`; None: it has none.
+        epoch: Identity of this attempt for `checkpoint.disk.claim.Claimant`; None: the attempt has no identity.
     """
 
     world_size: int
@@ -83,7 +84,7 @@ class Attempt:
     epoch: Mapping[str, Any] | None = None
 
     def launch(self, launcher: str, notes: str, rank: int) -> dict[str, str]:
-        """Return the variable that tells a rank where this launch's notes are; the value is "" on several nodes."""
+        """Return the variable that gives a rank the place of this launch's notes; its value is "" on several nodes."""
         if self.num_nodes > 1:
             return {_env.LAUNCH_VARIABLE: ""}  # set, so that the value of an outer launch is not inherited
         launch = Launch(launcher, notes, rank, self.world_size, self.master_addr, self.master_port)
@@ -115,7 +116,7 @@ def rank_environment(attempt: Attempt, local_rank: int, error_file: str) -> dict
         "TORCHELASTIC_RUN_ID": attempt.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(attempt.restart_count),
         "TORCHELASTIC_MAX_RESTARTS": str(attempt.max_restarts),
-        # Rank 0 itself serves the store, a new one in each attempt.
+        # Rank 0 itself serves the store, and each attempt has a new store.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": error_file,
         _env.EPOCH_VARIABLE: json.dumps(attempt.epoch) if attempt.epoch else "",

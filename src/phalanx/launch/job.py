@@ -24,42 +24,44 @@ class Job:
     Attributes:
         command: Command of every rank: the interpreter with its script or module, or any program.
         typed: Command line of the launcher as the user typed it; empty: unknown.
-        remark: Line to print about `typed`; empty: none.
-        preload: Whether ranks are forked from one process that has imported torch; otherwise each is started anew.
-        head: Variables that the script sets before it imports torch; the forker sets them before it imports torch.
+        remark: Line to print about `typed`; empty: print nothing.
+        preload: Whether ranks are forked from one process that has imported torch; otherwise each rank executes
+            `command`.
+        head: Variables that the script sets before it imports torch; the forker sets them, too, before its own import
+            of torch.
         local_rank_argument: Whether each rank gets ``--local-rank=N`` as its first argument.
         divide: Function that divides threads and CPUs among the given number of local ranks.
-        memory: Treatment of memory that ranks free.
-        is_tuned: Whether ``phalanx tune`` chose ranks, threads and memory.
+        memory: Policy for large blocks of memory that ranks free: whether blocks are kept, and lie in huge pages.
+        is_tuned: Whether ``phalanx tune`` chose the number of ranks, the number of threads and the memory policy.
         num_local_ranks: Number of ranks on this node.
-        min_local_ranks: Smallest number of ranks with which this node continues when some can't be restarted.
-        regrow_after_s: Seconds of running with fewer ranks after which all are tried again; 0: never.
+        min_local_ranks: Smallest number of ranks with which this node continues if some ranks can't be restarted.
+        regrow_after_s: Seconds after which a node with fewer ranks tries `num_local_ranks` again; 0: it never tries.
         min_nodes: Smallest number of nodes.
         max_nodes: Largest number of nodes.
         node_rank: Number of this node, for the static rendezvous.
         rdzv_backend: Rendezvous of several nodes, "static" or "c10d".
         rdzv_endpoint: Address of the rendezvous, "host:port", or several with commas between them; empty: the job has
             one node.
-        rdzv_conf: Further settings of the rendezvous, named as torch's.
+        rdzv_conf: Further settings of the rendezvous, under the names that torch gives them.
         run_id: Name of the job, TORCHELASTIC_RUN_ID.
         role: Role of the ranks, ROLE_NAME.
         master_addr: Host on which rank 0 serves the store.
-        master_port: Port of the store; 0: a free one, held by the supervisor.
+        master_port: Port of the store; 0: a free port, which the supervisor reserves.
         num_replicas: Number of other nodes that keep a copy of each part of a sharded state.
         host_label: Name of this node's failure domain; empty: the node is a domain of its own.
-        local_addr: Address of this node; empty: the one from which it reaches the others.
+        local_addr: Address of this node; empty: the address from which it connects to the other nodes.
         max_restarts: Number of times that the ranks are restarted after a failure.
         keeps: Whether ranks that did not cause a failure may continue in the same process.
-        spares: Number of nodes beyond `max_nodes` that wait to take the place of a lost one.
-        drain_file: File whose appearance takes this node out of the job; empty: none.
-        drain_url: URL whose answer may take this node out of the job, see `notices`; empty: none.
-        drains: Whether the first SIGTERM takes this node out of a job of several nodes, which continues without it.
+        spares: Number of nodes beyond `max_nodes` that wait to take the place of a lost node.
+        drain_file: File whose appearance takes this node out of the job; empty: no file is watched.
+        drain_url: URL whose answer may take this node out of the job, see `notices`; empty: no URL is polled.
+        drains: Whether the first SIGTERM takes this node out of a job of several nodes; the other nodes continue.
         grace_s: Seconds between SIGTERM and SIGKILL.
         signals: Signals that are passed on to the ranks; SIGUSR1 and SIGUSR2 do not end the job.
         log_dir: Folder in which the run's folder is made; empty: ``logs/<name of the script>``.
         redirects: Streams kept off the terminal, for each local rank; 1 is stdout, 2 is stderr, 3 is both.
         tees: Streams shown although redirected, for each local rank.
-        shown_ranks: Local ranks whose output is shown; None: all.
+        shown_ranks: Local ranks whose output is shown; None: all local ranks.
     """
 
     command: tuple[str, ...]
@@ -107,7 +109,7 @@ class Job:
 
     @property
     def served_port(self) -> int:
-        """The port on which this node is to listen; 0: none, or any free one."""
+        """The port on which this node must listen; 0: the node does not listen, or may choose any free port."""
         if self.max_nodes == 1:
             return self.master_port
         is_first = self.rdzv_backend == "static" and self.node_rank == 0

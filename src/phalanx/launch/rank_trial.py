@@ -1,9 +1,9 @@
 """The rank's side of ``phalanx tune`` and ``phalanx check``: takes optimizer steps on request.
 
-A trial compares several jobs. They live side by side and take turns, so that other load on the machine slows all of
-them alike. Requests and answers are files in a folder, because a script may have any process group, or none. Waiting
-ranks check 100 times a second whether the file of requests has changed. In an earlier version, each read the file 500
-times a second, and thirteen waiting ranks halved the speed of the job that was being measured.
+A trial compares several jobs. The jobs run side by side and take turns, so that other load on the machine slows all of
+them alike. Requests and answers are files in a folder, because a script may have any process group, or no group. A
+waiting rank checks 100 times a second whether the file of requests has changed. In an earlier version, each waiting
+rank read the file 500 times a second, and thirteen of them halved the speed of the job that was being measured.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from phalanx.wire.files import read_json, write_whole
 from phalanx.wire.messages import read_value, understand
 
 WARM_UP_STEPS = 3
-"""Number of steps that a rank makes before its first report; these steps allocate memory and choose kernels."""
+"""Number of steps that a rank takes before its first report; these steps allocate memory and choose kernels."""
 COMPILE = "compile"
-"""Name of the change that compiles the model; it is no setting of a Trainer."""
+"""Name of the change that compiles the model; a Trainer has no setting for this."""
 _PAUSE_S = 0.01
 _WITH_FUSED_FORM = ("SGD", "Adam", "AdamW", "Adagrad")  # optimizers with a fused form on the CPU
 _ENDLESS = 10**9
@@ -54,17 +54,17 @@ class Turn:
 
 
 def asked_file(folder: str) -> str:
-    """Return the file with the next turn of a job's ranks."""
+    """Return the path of the file that requests the next turn from a job's ranks."""
     return os.path.join(folder, "asked.json")
 
 
 def told_file(folder: str, serial: int, rank: int) -> str:
-    """Return the file with a rank's report on a turn; turn 0 describes the rank itself."""
+    """Return the path of a rank's report on a turn; the report on turn 0 describes the rank itself."""
     return os.path.join(folder, f"told_{serial}_{rank}.json")
 
 
 def multiprocess_file(folder: str) -> str:
-    """Return the file in which a rank says that it trains in several processes, which can't be measured."""
+    """Return the path of the file in which a rank reports that it trains in several processes, so can't be measured."""
     return os.path.join(folder, "multiprocess")
 
 
@@ -75,13 +75,13 @@ def variables(folder: str, changes: Mapping[str, Any], first_steps: int = WARM_U
         folder: Folder for requests and reports.
         changes: Settings of the Trainer to try. Without a Trainer, ``num_workers`` applies to every DataLoader that has
             no workers.
-        first_steps: Number of steps that a rank makes before its first report and its first wait.
+        first_steps: Number of steps that a rank takes before its first report and its first wait.
     """
     return {_env.TRIAL_VARIABLE: json.dumps({"folder": folder, "changes": {**changes}, "first_steps": first_steps})}
 
 
 def begin() -> None:
-    """Become part of a trial if this rank was started for one. torch must have been imported."""
+    """Become part of a trial if this rank was started for a trial. torch must have been imported."""
     global _current
     text = _env.environment().get(_env.TRIAL_VARIABLE)
     if text and _current is None:
@@ -90,7 +90,7 @@ def begin() -> None:
 
 
 def of_trainer(given: Mapping[str, Any], model: Any) -> tuple[dict[str, Any], Trial]:
-    """Return the settings that a Trainer uses in this trial in place of its own.
+    """Return the settings that a Trainer uses in this trial, in place of the settings that it was given.
 
     The second value is a callback, which the Trainer calls after each step.
     """
@@ -121,24 +121,24 @@ class Trial:
         self._num_steps = 0
         self._turn: Turn | None = None
         self._to_skip = 0
-        self._steps: list[tuple[float, int, float]] = []  # of each step: seconds, samples, seconds of loading
+        self._steps: list[tuple[float, int, float]] = []  # for each step: seconds, samples, seconds of loading
         self._began_s = 0.0
         self._num_samples, self._loading_s = 0, 0.0
         self._warm_up_samples: list[int] = []  # samples of each warm-up step
 
     def settings_over(self, given: Mapping[str, Any], model: Any) -> dict[str, Any]:
-        """Return the settings to try. Training with them never ends by itself: the job is ended once it is measured."""
+        """Return the settings to try. They make training endless; the trial ends the job once it is measured."""
         self._given = {**given}
         if self._changes.pop(COMPILE, False):
             model.compile()
         self._hook.remove()  # a Trainer may step the optimizer in several parts, and calls `on_step` after the last
         endless = {"max_epochs": _ENDLESS, "max_steps": None, "patience": None, "resume": "never"}
         unsaved = {"save_every": _ENDLESS, "snapshot_every": 0}
-        uncompared = {"compare_every": 0}  # ranks change threads at different steps, so results may differ
+        uncompared = {"compare_every": 0}  # ranks change their threads at different steps: results may differ
         return {**given, **endless, **unsaved, **uncompared, **self._changes}
 
     def watch(self) -> None:
-        """Time every step of the first optimizer, and count the samples that loaders hand out for it."""
+        """Time every step of the first optimizer, and count the samples that loaders yield for each step."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
         from torch.utils.data import DataLoader, IterableDataset
 
@@ -236,7 +236,7 @@ class Trial:
             nonlocal last
             with contextlib.suppress(FileNotFoundError):
                 now = os.stat(asked)
-                if (now.st_ino, now.st_mtime_ns) != last:  # only changed files are read, to leave the CPUs to others
+                if (now.st_ino, now.st_mtime_ns) != last:  # read only after a change, to leave the CPUs to others
                     last = now.st_ino, now.st_mtime_ns
                     turn = read_value(read_json(asked), Turn)
                     return turn if turn.serial == serial else None
@@ -268,7 +268,7 @@ class Trial:
 
 
 class _Counted:
-    """Wraps the iterator of a loader to count its batches; all else is forwarded."""
+    """Iterator over a loader's batches that counts them; everything else is forwarded to the loader's own iterator."""
 
     def __init__(self, batches: Iterator[Any], trial: Trial) -> None:
         self._batches, self._trial = batches, trial
@@ -290,7 +290,7 @@ class _Counted:
 
 
 def _can_fuse(optimizer: Any) -> bool:
-    """Return whether the script leaves the optimizer's form to torch, and torch has a fused one for its parameters."""
+    """Return whether the script leaves the optimizer's form to torch, and torch has a fused form for this optimizer."""
     import torch
 
     kind = type(optimizer)

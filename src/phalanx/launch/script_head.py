@@ -1,17 +1,17 @@
 """Finds, in a script's source, the environment variables that the script sets before it imports torch.
 
 torch reads variables when it is imported. If ranks are forked from a process that has imported torch, that process must
-have read the values that each rank would read. If the source does not tell them for certain, ranks import torch
-themselves, and the first line of the job says so. No code of the script is executed here.
+have read the values that each rank would read. If the source does not show these values for certain, ranks import torch
+themselves, and the first line that the job prints says so. No code of the script is executed here.
 
 The reader understands ``os.environ["NAME"] = "value"``, and ``setdefault`` and ``update`` with literals, each as a
 statement of its own, up to the first import of torch. Everything else that may change the environment counts as a
 doubt: any use of the environment other than reading, code that the source does not show (``exec``, ``importlib``), and
 packages that are not listed here. The reader lists what is harmless rather than what is dangerous, because a false
-doubt costs seconds, but a missed one would make a wrong run.
+doubt costs seconds, but after a missed change, ranks would run with wrong settings.
 
-The alternative, to execute the rank again at its import of torch, would need no reader, but everything before the
-import would run twice.
+The alternative is that a rank starts over (execve) when its script imports torch. It would need no reader, but
+everything before the import would run twice.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OPAQUE_MODULES = """
     bdb builtins cProfile code codeop ctypes doctest imp importlib nt pkgutil posix profile pydoc runpy timeit trace
     unittest
 """
-"""Modules of the standard library that run code that the script's source does not show, or change the environment."""
+"""Modules of the standard library that change the environment, or run code that the script's source does not show."""
 _OPAQUE_FUNCTIONS = ("exec", "eval", "__import__", "__builtins__")
 _SEEN_THROUGH = ("importlib.util.find_spec", "importlib.metadata", "importlib.resources")  # harmless parts of importlib
 _BEHIND_ENVIRON = ("environb", "putenv", "unsetenv")
@@ -83,10 +83,10 @@ def read_head(command: Sequence[str], environ: Mapping[str, str]) -> Head:
 
 
 class _Reader:
-    """Walks through statements in the order in which they run, up to the first import of torch.
+    """Walk through statements in the order in which they run, up to the first import of torch.
 
-    If any file binds a name to ``os``, for example, the reader takes that name for ``os`` in all files, even where it
-    is bound to something else. That adds doubts, and rarely a setting that the script does not make.
+    If any file binds a name to ``os``, for example, the reader takes that name for ``os`` in all files, even where the
+    name is bound to something else. This adds doubts and, rarely, a setting that the script does not make.
 
     Args:
         folder: Folder of the script, in which its modules lie.
@@ -98,7 +98,7 @@ class _Reader:
         on_path = [path for path in sys.path if path not in ("", os.getcwd()) and not path.startswith(installed)]
         self._folders = [folder, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), *on_path]
         self._environ = environ
-        self._imports_torch: dict[str, bool] = {}  # by file: whether torch is imported by its end
+        self._imports_torch: dict[str, bool] = {}  # by file: whether torch is imported when it ends
         self._os_names = {"os"}
         self._environ_names = {"environ"}
         self._opaque_names = set(_BEHIND_ENVIRON)
@@ -108,7 +108,7 @@ class _Reader:
         self.doubt: str = ""
 
     def read_file(self, path: str, *, is_program: bool = False) -> bool:
-        """Read a file; return whether torch is certain to be imported by its end."""
+        """Read a file; return whether torch is certain to have been imported when the file ends."""
         path = os.path.realpath(path)
         if path in self._imports_torch:
             return self._imports_torch[path]
@@ -119,13 +119,13 @@ class _Reader:
         try:
             with open(path, "rb") as file:
                 tree = ast.parse(file.read())
-        except (OSError, SyntaxError, ValueError, RecursionError):  # no Python source, or will fail anyway
+        except (OSError, SyntaxError, ValueError, RecursionError):  # not Python source, or it will fail anyway
             return False
         self._imports_torch[path] = self._walk(tree.body, path, is_program=is_program)
         return self._imports_torch[path]
 
     def read_module(self, name: str, *folders: str, is_program: bool = False) -> bool:
-        """Read the files that an import of that module executes; return whether torch is imported by then."""
+        """Read the files that an import of that module executes; return whether they are certain to import torch."""
         for folder in folders:
             for path in _files_of(name, folder, is_program=is_program):
                 if self.read_file(path, is_program=is_program):
@@ -188,7 +188,7 @@ class _Reader:
             elif package in _TORCH:
                 return True
             elif package not in sys.stdlib_module_names:
-                self._is_certain = False  # the package may import torch
+                self._is_certain = False  # the package may import torch, too early for later settings
                 if self._changes_path and not _is_installed(package):
                     self._take_change(_ANYTHING)
         return False
@@ -204,14 +204,14 @@ class _Reader:
         return is_folder and package not in sys.stdlib_module_names and not _is_installed(package)
 
     def _note_names(self, statement: ast.Import | ast.ImportFrom) -> None:
-        """Note which names this import binds to the environment, and which to objects that may change it unseen."""
+        """Record the names that this import binds to the environment, or to objects that may change the environment."""
         is_from = isinstance(statement, ast.ImportFrom)
         module = f"{statement.module}." if isinstance(statement, ast.ImportFrom) and not statement.level else ""
         for alias in statement.names:
             name = alias.asname or (alias.name if is_from else alias.name.partition(".")[0])
             origin = module + alias.name
             for known in (self._os_names, self._environ_names, self._opaque_names):
-                if alias.name in known:  # imported from os, or from a module that has imported it from os
+                if alias.name in known:  # comes from os, or from a module that imports it from os
                     known.add(name)
             if origin in ("sys.path", "site"):
                 self._changes_path = True
@@ -237,7 +237,7 @@ class _Reader:
             self.doubt = name or "what is not known"
 
     def _plain_changes(self, statement: ast.AST) -> list[tuple[str, str]]:
-        """Return the variables that a statement sets, and their values; empty if the statement may do anything else."""
+        """Return the variables that a statement sets, and their values; empty if it may have any other effect."""
         pairs: list[tuple[ast.expr | None, ast.expr]] = []
         match statement:
             case ast.Assign(targets, value):
@@ -340,7 +340,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _known_test(test: ast.expr, is_program: bool) -> bool | None:
-    """Return the value of a condition; None if it is not known."""
+    """Return the value of a condition; None if the value is not known."""
     text = ast.unparse(test)
     if text in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
         return False

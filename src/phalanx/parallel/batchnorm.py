@@ -20,7 +20,7 @@ class SyncBatchNorm(BatchNorm):
     ranks' batches differ in size or are empty. Inputs have shape (N, C, ...). Statistics are computed in float32 or
     wider. As in torch, gradients of weight and bias are those of this rank's samples, and DistributedDataParallel
     averages them. The class does not derive from torch's SyncBatchNorm, because torch's DistributedDataParallel refuses
-    that on a CPU.
+    that class on a CPU.
 
     Args:
         num_features: Number of channels C.
@@ -29,10 +29,10 @@ class SyncBatchNorm(BatchNorm):
             batches.
         affine: Whether the layer has a trainable weight and, unless `bias` is False, a trainable bias.
         track_running_stats: Whether running statistics are kept for evaluation.
-        process_group: Ranks to normalize over; by default all.
+        process_group: Group of the ranks that normalize together; by default all ranks.
         device: Device of parameters and buffers.
         dtype: Dtype of parameters and buffers.
-        bias: Whether an affine layer has a bias; False needs a torch whose BatchNorm takes the argument.
+        bias: Whether an affine layer has a bias; False requires a version of torch whose BatchNorm accepts `bias`.
 
     Raises:
         ValueError: In ``forward()``: the input has fewer than two dimensions, or all ranks together have only one value
@@ -59,7 +59,7 @@ class SyncBatchNorm(BatchNorm):
         *,
         bias: bool = True,
     ) -> None:
-        options = {} if bias else {"bias": False}  # not every torch takes the argument
+        options = {} if bias else {"bias": False}  # not every version of torch accepts the argument
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
         self.process_group = process_group
 
@@ -95,7 +95,7 @@ class SyncBatchNorm(BatchNorm):
 
         Args:
             module: Module to convert in place, unless it is a BatchNorm layer itself.
-            process_group: Ranks to normalize over; by default all.
+            process_group: Group of the ranks that normalize together; by default all ranks.
         """
         converted: dict[nn.Module, nn.Module] = {}
         for path, child in [*module.named_modules(remove_duplicate=False)]:  # a layer may have several names
@@ -114,7 +114,7 @@ class SyncBatchNorm(BatchNorm):
             norm.momentum,
             norm.affine,
             norm.track_running_stats,
-            process_group or getattr(norm, "process_group", None),  # only torch's SyncBatchNorm has one
+            process_group or getattr(norm, "process_group", None),  # only torch's SyncBatchNorm has a group
         )
         for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
             setattr(sync, name, getattr(norm, name))
@@ -127,7 +127,7 @@ def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup |
 
     Args:
         module: Module to convert in place, unless it is a BatchNorm layer itself.
-        process_group: Ranks to normalize over; by default all.
+        process_group: Group of the ranks that normalize together; by default all ranks.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3))

@@ -10,7 +10,7 @@ from torch import nn
 
 
 class DataParallel(nn.DataParallel[nn.Module]):
-    """torch's DataParallel. With one device it only runs the module, and warns that DistributedDataParallel is faster.
+    """torch's DataParallel. With one device, it only runs the module, and warns: DistributedDataParallel is faster.
 
     Inputs are divided among the devices, and outputs are collected on one of them.
 

@@ -1,6 +1,6 @@
 """Functions that readers of the distributed tutorials write by hand: a gradient average, and a ring all_reduce.
 
-Scripts call these functions in place of their own; nothing in phalanx uses them. They work on any backend.
+Scripts call these functions in place of their own; nothing in Phalanx uses these functions. They work on any backend.
 `average_gradients` uses the buckets of DistributedDataParallel, once backward has ended. `ring_all_reduce` shows the
 algorithm with point-to-point messages only, and is for learning.
 """
@@ -21,11 +21,12 @@ from phalanx.wire.rank_group import RankGroup, group_with_this_rank
 def average_gradients(
     model: nn.Module | Iterable[nn.Parameter], process_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Replace every parameter's ``.grad`` by its mean over the ranks. Call it between ``backward()`` and ``step()``.
+    """Replace every parameter's ``.grad`` by its mean over the ranks. Call this between ``backward()`` and ``step()``.
 
-    The tutorials loop over the parameters, with one all_reduce for each; this function needs one for each 25 MiB. A
-    gradient that is None on some ranks counts as zeros there; one that is None on all ranks stays None. Sparse
-    gradients stay sparse. For real training, DistributedDataParallel does the same during the backward pass.
+    The tutorials loop over the parameters, with one all_reduce for each parameter; this function calls one for each 25
+    MiB of gradients. A gradient that is None on some ranks counts as zeros on these ranks; a gradient that is None on
+    all ranks stays None. Sparse gradients stay sparse. For real training, DistributedDataParallel does the same during
+    the backward pass.
 
     Args:
         model: Module, or its parameters in the same order on all ranks.
@@ -53,12 +54,12 @@ def average_gradients(
 
 
 def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
-    """Replace `tensor` by its sum over the ranks, using only ``isend`` and ``irecv``, and return it.
+    """Replace `tensor` by its sum over the ranks, using only ``isend`` and ``irecv``; return `tensor`.
 
     The tensor is cut into n chunks, one for each of n ranks. In each of n - 1 rounds a rank receives a chunk from its
     left neighbour, adds its own and sends the sum on to the right. After these rounds each rank holds one chunk of the
-    result, and in n - 1 more rounds these chunks go around. Each rank sends 2 (n - 1) / n times the tensor's size, and
-    all ranks get the same bits. The function is meant for learning; ``dist.all_reduce`` is faster.
+    result, and in n - 1 more rounds these chunks travel around the ring. Each rank sends 2 (n - 1) / n times the
+    tensor's size, and all ranks get the same bits. The function is meant for learning; ``dist.all_reduce`` is faster.
 
     Args:
         tensor: Tensor to sum in place, of the same shape and dtype on all ranks.
@@ -101,7 +102,7 @@ def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = No
 
 
 def _sparse_anywhere(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> list[nn.Parameter]:
-    """Return the parameters whose gradient is sparse on any rank; a rank without the gradient can't know that."""
+    """Return the parameters whose gradient is sparse on any rank; a rank without a gradient can't know that."""
     if not parameters:
         return []
     marks = RankGroup(group).largest_of_each([p.grad is not None and p.grad.is_sparse for p in parameters])

@@ -1,7 +1,8 @@
 """Groups of ranks by host: the ranks of one host, and rails of ranks that communicate across the slow link.
 
-Rail i consists of the i-th rank of each host. A message between hosts is cut into one piece for each rail, so each host
-sends it only once, over all rails at the same time, and then its ranks share what arrives.
+Rail i consists of the i-th rank of each host. A message between hosts is cut into one piece for each rail. So each host
+sends the message only once, over all rails at the same time. Then the ranks of each host share the pieces that have
+arrived.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ class HostGroups(NamedTuple):
 def host_groups(
     name: str | None = None, *, host_backend: str | None = None, across_backend: str | None = None
 ) -> HostGroups:
-    """Return the group of this rank's host, and this rank's group across hosts. Every rank of the job calls it.
+    """Return the group of this rank's host, and this rank's group across hosts. Every rank of the job must call this.
 
     If hosts have different numbers of ranks, there are as many rails as the smallest host has ranks. The remaining
     ranks of larger hosts have no ``across``; they get the results from the other ranks of their host.
 
     Args:
-        name: Name of this rank's host. By default two ranks share a host if its name, boot and network are the same and
-            the launcher gave them the same ``GROUP_RANK``. Pass a name if the slow link is elsewhere, such as between
-            data centres, or to simulate several hosts on one.
+        name: Name of this rank's host. By default, two ranks share a host if they see the same host name, boot and
+            network, and the launcher gave them the same ``GROUP_RANK``. Pass a name if the slow link is elsewhere, such
+            as between data centres, or to simulate several hosts on one.
         host_backend: Backend of ``host``, such as ``"phalanx"`` in a job on Gloo; by default the job's.
         across_backend: Backend of ``across``; by default the job's.
 
@@ -107,10 +108,10 @@ def _sum(piece: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def broadcast_each(parts: Iterable[tuple[int, Tensor]], group: dist.ProcessGroup) -> None:
-    """Send each tensor from its source to all ranks of the group, and wait. Every rank calls it.
+    """Send each tensor from its source to all ranks of the group, and wait. Every rank must call this.
 
     Args:
-        parts: Tensors to send or to receive into, each with its source, a rank in the group; empty ones are skipped.
+        parts: Tensors to send or to receive into, each with its source, a rank in the group; empty tensors are skipped.
         group: Ranks that exchange the tensors.
     """
     works = [dist.broadcast(part, group=group, group_src=src, async_op=True) for src, part in parts if part.numel()]
@@ -119,16 +120,16 @@ def broadcast_each(parts: Iterable[tuple[int, Tensor]], group: dist.ProcessGroup
 
 
 def share_out(pieces: list[Tensor], groups: HostGroups) -> None:
-    """Send each rail's piece from its rank to all ranks of this host."""
+    """Send each rail's piece from the rail's rank on this host to all ranks of this host."""
     if groups.host is not None and groups.host.size() > 1:
         broadcast_each(enumerate(pieces), groups.host)
 
 
 def cross_hosts(flat: Tensor, groups: HostGroups, cross: Callable[[Tensor, dist.ProcessGroup], object] = _sum) -> None:
-    """Combine a flat tensor with those of the other hosts, in place. Every rank calls it.
+    """Combine a flat tensor with the other hosts' tensors, in place. Every rank must call this.
 
-    Each rail's rank combines its piece across the hosts; then the ranks of each host share the pieces. All ranks of a
-    host must have the same tensor.
+    On each rail, the ranks combine their pieces across the hosts; then the ranks of each host share the pieces. All
+    ranks of a host must have the same tensor.
 
     Args:
         flat: Tensor of shape ``(num_elems,)``.
@@ -142,7 +143,7 @@ def cross_hosts(flat: Tensor, groups: HostGroups, cross: Callable[[Tensor, dist.
 
 
 def gather_from_all(value: Any, groups: HostGroups) -> list[Any]:
-    """Return the values of all ranks, host by host, the same list on every rank. Every rank calls it."""
+    """Return the values of all ranks, ordered by host, and the same on every rank. Every rank must call this."""
     on_host = [value] if groups.host is None else RankGroup(groups.host).gather(value)
     everywhere: list[Any] = [None] * groups.num_hosts
     if groups.across is not None:

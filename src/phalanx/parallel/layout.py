@@ -1,4 +1,4 @@
-"""Tensors as ranges of memory: flat views of them, and views of flat buffers in their shapes."""
+"""Tensors as ranges of memory: flat views of tensors, and views of flat buffers in the shapes of tensors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def shaped(buffer: Tensor, like: Tensor) -> Tensor:
-    """View ``like.numel()`` contiguous elements in the shape of `like` and, if that is dense, its memory layout."""
+    """View ``like.numel()`` contiguous elements in the shape of `like` and, if `like` is dense, with its strides."""
     if is_one_range(like):
         return buffer.as_strided(like.shape, like.stride(), buffer.storage_offset())
     return buffer.view(like.shape)
 
 
 def laid_out_like(like: Tensor, values: Tensor) -> Tensor:
-    """Return `values`, which have the shape of `like`, in its memory layout: copied if their layout differs."""
+    """Return `values`, which have the shape of `like`, in the memory layout of `like`; copy them if necessary."""
     if values.stride() == like.stride():
         return values
     return torch.empty_like(like, dtype=values.dtype).copy_(values)
@@ -56,7 +56,7 @@ def views_of(buffer: Tensor, members: Sequence[Tensor]) -> list[Tensor]:
 
 
 def by_kind(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
-    """Group tensors by dtype and device, in order: those of a group fit into one buffer."""
+    """Group tensors by dtype and device, in order: the tensors of a group fit into one buffer."""
     kinds: dict[Any, list[AnyTensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)

@@ -1,12 +1,13 @@
-"""LocalSGD: hosts train separately and synchronize every few steps, over a link too slow for every gradient.
+"""LocalSGD: hosts train separately and synchronize every few steps, for a link too slow to average every gradient.
 
 A window consists of the steps between two synchronizations. `LocalSGD` keeps the flat parameters from the start of the
-window. At its end, each host's pseudo-gradient, the parameters at the window's start minus those at its end, is
-averaged over the hosts. Then every rank takes the same step of an outer optimizer along that average, from the common
-start, and the result is the start of the next window. So only the averaged pseudo-gradient crosses between hosts, ranks
-keep the same bits, and the bf16 residual of a rail's piece stays with that rail.
+window. At the end of the window, each host computes its pseudo-gradient: the parameters at the window's start minus the
+parameters at its end. The pseudo-gradients are averaged over the hosts. Then every rank takes the same step of an outer
+optimizer along that average, from the common start, and the result is the start of the next window. So only the
+averaged pseudo-gradient crosses between hosts, ranks keep the same bits, and the bf16 residual of a rail's piece stays
+with that rail.
 
-Between synchronizations ranks differ, so `state_dict` then contains an entry whose name differs on each rank. That
+Between synchronizations ranks differ, so `state_dict` then contains an entry whose name differs on each rank. That name
 makes a checkpoint save each rank's state separately and completely.
 """
 
@@ -42,14 +43,14 @@ class LocalSGD:
 
     Within a host, ranks train together in every step, as with DistributedDataParallel over the host's group. Every rank
     calls ``step()`` after ``optimizer.step()``. After a synchronization all ranks have the same parameters, bit for bit
-    if their processors are of one kind. Create the object once the model has its initial weights: those of rank 0 are
-    copied to all ranks.
+    if their processors are of one kind. Create the object after the model has got its initial weights, because rank 0's
+    weights are copied to all ranks.
 
-    It keeps a copy of the parameters, and the outer optimizer's state. A synchronization needs a second copy.
+    The object keeps a copy of the parameters, and the outer optimizer's state. A synchronization needs a second copy.
 
     Args:
-        params: Parameters to train, such as ``model.parameters()``; or tensors that share their memory, such as the
-            local shards of FSDP2's DTensors, together with the group of ranks that hold the same shard.
+        params: Parameters to train, such as ``model.parameters()``; or tensors that share the parameters' memory, such
+            as the local shards of FSDP2's DTensors, together with the group of ranks that hold the same shard.
         every: Number of steps between two synchronizations, at least 1.
         process_group: Groups from `host_groups`, or a group whose ranks each train separately; by default all ranks,
             each separately.
@@ -57,17 +58,17 @@ class LocalSGD:
             None the parameters are averaged, which is local SGD.
         warmup_steps: Number of steps at the beginning of training; after each of them, the parameters are averaged.
         compress: "bf16" to halve the bytes between hosts, or None. The pseudo-gradient is rounded, and the residual is
-            added to the next one.
+            added to the next pseudo-gradient.
         buffers: Buffers to average over all ranks at each synchronization, such as ``model.buffers()``; integer
             buffers are not averaged.
 
     Attributes:
         num_steps: Number of steps since the beginning.
         num_steps_apart: Number of steps since the last synchronization.
-        outer_optimizer: Outer optimizer, whose learning rate a scheduler may change; None without one.
+        outer_optimizer: Outer optimizer, whose learning rate a scheduler may change; None without an outer optimizer.
 
     Raises:
-        ValueError: An argument is out of range, or differs between ranks; on every rank.
+        ValueError: An argument is out of range, or differs between ranks; every rank raises the error.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -115,7 +116,7 @@ class LocalSGD:
         self.outer_optimizer: optim.Optimizer | None = outer_optimizer and outer_optimizer(starts)
 
     def _verify(self, problem: str, settings: tuple[Any, ...], tensors: Sequence[Tensor]) -> None:
-        """Raise the same error on every rank if one has a problem, or if its arguments differ from the first rank's."""
+        """Raise the same error on every rank if any rank has a problem, or has other arguments than the first rank."""
         own = (dist.get_rank(), problem, settings, [(list(t.shape), str(t.dtype)) for t in tensors])
         everyone = gather_from_all(own, self._groups)
         for rank, text, _, _ in everyone:
@@ -150,7 +151,7 @@ class LocalSGD:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Count a step of the inner optimizer, and synchronize if the window is over. Every rank calls it.
+        """Count a step of the inner optimizer, and synchronize if the window is over. Every rank must call this.
 
         Returns:
             Whether the hosts synchronized after this step.
@@ -167,7 +168,7 @@ class LocalSGD:
         return True
 
     def sync(self) -> bool:
-        """Synchronize now, as at the end of training. Every rank calls it.
+        """Synchronize now, as at the end of training. Every rank must call this.
 
         Returns:
             Whether the hosts synchronized; False if there was no step since the last synchronization.
@@ -226,14 +227,15 @@ class LocalSGD:
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state; with the model's and the optimizer's, it resumes training bit for bit at any step.
+        """Return this rank's state, from which training can resume bit for bit after any step.
 
-        Between two synchronizations each rank has its own state, and only the same number of ranks can load it.
+        To resume, the states of the model and of its optimizer are needed, too. Between two synchronizations, each rank
+        has its own state, and only the same number of ranks can load it.
         """
         groups = self._groups
         host = dist.get_rank(groups.across) if groups.across else -1
         # If a name differs on each rank, phalanx.checkpoint saves every rank's state separately. Otherwise a job of
-        # another size would load rank 0's small tensors on all ranks, but they belong to one host.
+        # another size would load rank 0's small tensors on all ranks, although they belong to one host.
         apart = {f"rank {dist.get_rank()}": torch.tensor(self.num_steps_apart)} if self.num_steps_apart else {}
         return {
             "num_steps": self.num_steps,
@@ -253,8 +255,7 @@ class LocalSGD:
             state_dict: State that `state_dict` returned.
 
         Raises:
-            ValueError: The state has other parameters, or an outer optimizer where this object has none, or the
-                reverse.
+            ValueError: The state has other parameters, or only one of the state and this object has an outer optimizer.
         """
         saved = [list(start.shape) for start in state_dict["starts"]]
         own = [list(window.start.shape) for window in self._windows]
@@ -320,7 +321,7 @@ class _Window:
 
 
 def _problem_of(parameters: list[Tensor], every: int, warmup_steps: int, compress: str | None) -> str:
-    """Return a description of what is wrong with the arguments; empty if nothing is."""
+    """Return what is wrong with the arguments, as a clause; empty if nothing is wrong."""
     if every < 1:
         return f"every must be at least 1, got {every}"
     if warmup_steps < 0:
@@ -340,7 +341,7 @@ def _problem_of(parameters: list[Tensor], every: int, warmup_steps: int, compres
 
 
 def _flat_copy(members: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Copy tensors of one kind into a flat tensor; return it, and a view of it in the shape of each tensor."""
+    """Copy tensors of one kind into a flat tensor; return the flat tensor, and a view of it for each tensor."""
     num_elems = sum(t.numel() for t in members)
     flat = torch.empty(num_elems, dtype=members[0].dtype, device=members[0].device)
     views = views_of(flat, members)

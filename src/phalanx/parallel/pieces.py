@@ -1,8 +1,8 @@
-"""Pieces: the parts of parameters that each rank of a ZeroRedundancyOptimizer steps, and where they are cut.
+"""Pieces: the parts of parameters that each rank of a ZeroRedundancyOptimizer steps, and the places of the cuts.
 
-Parameters are cut at multiples of 128 elements from their start: kernels treat the elements after the last full vector
-differently, and the bits must be those of the plain optimizer. Optimizers that look at a whole parameter get whole
-parameters.
+Parameters are cut at multiples of 128 elements from their start: kernels round the elements after the last full vector
+differently, and the result must have the same bits as with the plain optimizer. Optimizers that look at a whole
+parameter get whole parameters.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def elementwise(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Tenso
 def move_into_buffer(
     parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, share: bool
 ) -> tuple[Tensor, list[int]]:
-    """Move parameters of one dtype on one device into one buffer, equal to rank 0's. Every rank calls it.
+    """Move parameters of one dtype and device into one buffer, with rank 0's values. Every rank must call this.
 
     Args:
         parameters: Parameters to move.
@@ -157,8 +157,8 @@ def cuts(begins: Sequence[int], numels: Sequence[int], num_shards: int, cut: int
     Args:
         begins: Offsets of the tensors in the buffer, in elements.
         numels: Numbers of elements of the tensors.
-        num_shards: Number of shards, at least 1; the result has one offset fewer.
-        cut: Number of elements; a tensor may be cut at multiples of it from its start. 0: only between tensors.
+        num_shards: Number of shards, at least 1; the result has ``num_shards - 1`` offsets.
+        cut: A tensor may be cut at multiples of this number of elements from its start; 0: cut only between tensors.
     """
     total = sum(numels)
     places: list[int] = []

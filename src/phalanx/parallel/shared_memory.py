@@ -1,6 +1,7 @@
 """Memory that all ranks of one host read and write, whatever the backend.
 
-It is a block of `phalanx.host.shared_blocks` rather than a part of the backend's segment, so it works with any backend.
+The memory is a block of `phalanx.host.shared_blocks` rather than a part of the backend's segment, so it works with any
+backend.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ _PURPOSE = "parameters"
 
 
 def shared_tensor(num_elems: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
-    """Return a zeroed CPU tensor whose memory all ranks of the group share. Every rank calls it.
+    """Return a zeroed CPU tensor whose memory all ranks of the group share. Every rank must call this.
 
-    The memory has no name. The kernel frees it once the last process that maps it has ended, however it ended.
+    The memory has no name. The kernel frees the memory once the last process that maps it has ended, in whatever way.
 
     Args:
         num_elems: Length of the tensor, of shape ``(num_elems,)``.
@@ -26,7 +27,8 @@ def shared_tensor(num_elems: int, dtype: torch.dtype, group: dist.ProcessGroup) 
         group: Ranks that share the tensor.
 
     Raises:
-        RuntimeError: The ranks are not processes of one user on one host, or memory is short; on every rank.
+        RuntimeError: The ranks are not processes of one user on one host, or memory is short; every rank raises the
+            error.
     """
     num_bytes = max(1, num_elems * dtype.itemsize)
     rank = dist.get_rank(group)
@@ -55,7 +57,7 @@ def shared_tensor(num_elems: int, dtype: torch.dtype, group: dist.ProcessGroup) 
         raise RuntimeError(
             f"rank {dist.get_rank()}: parameters cannot be shared: "
             + "; ".join(f"rank {r}: {text}" for r, text in failed.items())
-            + ". All ranks must run on one host, as one user; else leave out share_parameters"
+            + ". All ranks must run on one host, as one user; otherwise leave out share_parameters"
         )
     assert block is not None
     return torch.frombuffer(block.memory, dtype=dtype, count=num_elems)

@@ -1,6 +1,6 @@
 """ZeroRedundancyOptimizer: every rank keeps and steps its shard of the optimizer's state (ZeRO stage 1).
 
-Ranks share the memory of the parameters only if `share_parameters` asks for it. If every rank of a script writes to
+Ranks share the memory of the parameters only if `share_parameters` is set. Otherwise, if every rank of a script changed
 parameters in place, shared parameters would be changed several times. `state_dict` gathers the state, so a snapshot is
 the same on all ranks and hosts.
 """
@@ -23,7 +23,7 @@ from phalanx.wire.rank_group import RankGroup, group_or_world
 
 
 class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
-    """torch's ZeroRedundancyOptimizer: the optimizer's state is divided among the ranks, and each steps its shard.
+    """torch's ZeroRedundancyOptimizer: the optimizer's state is divided among the ranks, and each rank steps its shard.
 
     Use it with DistributedDataParallel, in place of ``optimizer_class(params, ...)``. After ``step()`` every rank has
     all parameters. Their bits are those of the plain optimizer if that optimizer works element by element (SGD, Adam,
@@ -32,18 +32,19 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
 
     Differences from torch's:
 
-    - ``state_dict()`` returns the plain optimizer's state on every rank, and all ranks call it together. After
-      ``consolidate_state_dict(to)``, and until the next step, it works as in torch: only rank `to` has the state, and
-      only that rank calls ``state_dict()``.
-    - ``load_state_dict()`` takes a state saved by any number of ranks or by the plain optimizer.
+    - ``state_dict()`` returns the plain optimizer's state on every rank, and all ranks must call it together. After
+      ``consolidate_state_dict(to)``, and until the next step, ``state_dict()`` works as in torch: only rank `to` has
+      the state, and only that rank calls ``state_dict()``.
+    - ``load_state_dict()`` accepts a state that was saved by any number of ranks or by the plain optimizer.
     - ``add_param_group()`` raises NotImplementedError.
 
     Args:
-        params: Parameters, or groups of them, as `optimizer_class` takes them; the same on all ranks.
+        params: Parameters, or groups of them, as `optimizer_class` accepts them; the same on all ranks.
         optimizer_class: Class of the plain optimizer, from torch.optim or with the same interface.
-        process_group: Ranks to divide the state among; by default all.
+        process_group: Group of the ranks among which the state is divided; by default all ranks.
         parameters_as_bucket_view: Ignored; the parameters move into one buffer for each dtype and device in any case.
-        overlap_with_ddp: Unsupported, and refused; only torch's DistributedDataParallel can overlap.
+        overlap_with_ddp: Unsupported: True raises an error, because only torch's DistributedDataParallel can overlap
+            with it.
         share_parameters: Whether the parameters live in CPU memory that all ranks of the host share. A step then ends
             with a barrier instead of copies, and only one rank may write to parameters in place (to clip weights, or
             to average models).
@@ -54,7 +55,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         process_group: Ranks among which the state is divided.
 
     Raises:
-        RuntimeError: Parameters are to be shared, and the ranks are not on one host.
+        RuntimeError: `share_parameters` is set, and the ranks are not on one host.
         TypeError: `optimizer_class` is not a class.
         ValueError: A parameter to be shared is not on the CPU; `overlap_with_ddp` is set; or the optimizer is LBFGS.
 
@@ -100,7 +101,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         Joinable.__init__(self)
         self.process_group: dist.ProcessGroup = group_or_world(process_group, "ZeroRedundancyOptimizer")
         group = self.process_group
-        self._consolidated: dict[str, Any] | None = None  # the whole state on the rank that gets it, {} on others
+        self._consolidated: dict[str, Any] | None = None  # the whole state on the rank that gets it, else {}
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._shared = share_parameters
         self._built = False
@@ -125,7 +126,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
                 outer.setdefault(name, value)  # the optimizer's defaults, which schedulers look for
 
     def _lay_out(self, cut: int) -> None:
-        """Move the parameters into one buffer for each kind, equal to rank 0's, and divide it among the ranks."""
+        """Move the parameters into one buffer per dtype and device, with rank 0's values; divide each among ranks."""
         group, share = self.process_group, self._shared
         for parameter in self._index_of if share else ():
             if parameter.device.type != "cpu":
@@ -151,7 +152,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step this rank's shard, then gather the updated parameters of all ranks. Every rank calls it.
+        """Step this rank's shard, then gather the updated parameters of all ranks. Every rank must call this.
 
         Args:
             closure: Function that computes the loss anew and returns it; called before the gradients are used.
@@ -227,9 +228,9 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state, in the plain optimizer's form, on every rank. Every rank calls it.
+        """Return the whole state, in the plain optimizer's form, on every rank. Every rank must call this.
 
-        Between `consolidate_state_dict` and the next step, only the rank that has the state may call it.
+        Between `consolidate_state_dict` and the next step, only the rank that has the state may call this method.
 
         Raises:
             RuntimeError: The state was consolidated on another rank.
@@ -244,7 +245,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         return self._collect_state()
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the whole state on one rank, whose `state_dict` then returns it. Every rank calls it.
+        """Gather the whole state on one rank, whose `state_dict` then returns that state. Every rank must call this.
 
         Args:
             to: Rank in the group that gets the state.

@@ -1,12 +1,13 @@
 """The beginning of a rank, from its black box: the checkpoint that it loaded, its first step, and repeated steps.
 
 Repeated steps are the steps that the previous attempt took after the checkpoint from which this attempt continues. If
-the script caught an error during the previous attempt and loaded a checkpoint by itself, the steps that it thereby lost
-do not count. Steps have numbers in the run only under a Trainer; for a manual loop, the count starts at the time when
-the previous attempt last saved or loaded that checkpoint.
+the script caught an error during the previous attempt and loaded a checkpoint on its own, the steps that it thereby
+lost do not count. Only a Trainer numbers the steps of a run. For a manual loop, the repeated steps are therefore those
+that began after the previous attempt last saved or loaded that checkpoint.
 
-A rank writes a failure note when an operation fails. If nothing began between the first step or collective and such a
-note, that step or collective has failed. It is no progress, so the launcher's line about the recovery does not name it.
+A rank writes a failure note when an operation fails. If no other step or collective began between the end of the first
+one and that note, the first one itself has failed. A failed step or collective does not count as progress, so the
+launcher's line about the recovery does not name it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Before(NamedTuple):
     """A rank's record of the previous attempt.
 
     Attributes:
-        last_step: Number, in the run, of the step that finished last; 0: none, or steps have no such numbers. It may
-            not be the largest number, because a script may catch an error and load a checkpoint by itself.
+        last_step: Number, in the run, of the step that finished last; 0 if no step finished, or if steps have no such
+            numbers. It may not be the largest number, because a script may catch an error and load a checkpoint.
         saved: Time at which the rank last saved or loaded a checkpoint, by the step of the checkpoint.
         steps: Start times of its finished steps, in order.
         has_steps: Whether the rank has recorded any step.
@@ -40,7 +41,7 @@ class Before(NamedTuple):
 
 
 def read_before(box: Box | None) -> Before:
-    """Return what a box tells about the previous attempt; if the box is lost, a `Before` without steps."""
+    """Return the record of the previous attempt from its box; if the box is lost, return a `Before` without steps."""
     events = box.events if box is not None else ()
     steps = [event for event in events if event.kind == "step"]
     done = [event for event in steps if event.ended_ns]
@@ -58,7 +59,7 @@ def read_before(box: Box | None) -> Before:
 
 
 def is_numbered(step: Event) -> bool:
-    """Whether a step has its number in the run, which only a Trainer knows; a manual loop counts from its start."""
+    """Whether a step has its number in the run. Only a Trainer knows this number; a manual loop starts at 1."""
     return step.kind == "step" and step.value > 0
 
 
@@ -79,7 +80,7 @@ class Beginning:
         since_ns: Time before which events are ignored, by the clock of the host.
 
     Attributes:
-        loaded_step: Step of the checkpoint that the rank has loaded; None: none.
+        loaded_step: Step of the checkpoint that the rank has loaded; None if it has loaded none.
         has_gap: Whether events were overwritten before they were read, possibly the first ones.
     """
 
@@ -117,14 +118,14 @@ class Beginning:
 
     @property
     def loading_ns(self) -> tuple[int, int] | None:
-        """Start of the first and end of the last load; None if there was none, or one has not ended."""
+        """Start of the first load and end of the last load; None if there was none, or if one has not ended."""
         loads = self._events["load"].values()
         if not loads or not all(load.ended_ns for load in loads):
             return None
         return min(load.begun_ns for load in loads), max(load.ended_ns for load in loads)
 
     def first(self, before: Before) -> Event | None:
-        """Return the first step, or the first collective of a rank that records no steps; None if it has not ended."""
+        """Return the first step, or the first collective if the rank records no steps; None until it has ended."""
         loading = self.loading_ns
         if loading is None and self._events["load"]:
             return None

@@ -1,4 +1,6 @@
-"""Reads black boxes, of running processes and saved ones. ``csrc/memory/record.h`` has the layout.
+"""Reads the black boxes of running processes, saves boxes to files, and reads saved boxes.
+
+``csrc/memory/record.h`` defines the layout; a change there must be made here, too.
 
 Imports neither torch nor the core, so that a job can be inspected where it could not run. A file may hold anything, so
 a saved box is read only if it is at most twice as large as a box in memory (`GzipFile` would read trailing zeros to
@@ -34,7 +36,7 @@ FAILED = "operation failed: "
 LOADED = "checkpoint loaded"
 """Text of a note whose number is the step of the checkpoint that a rank has loaded."""
 LOADING = "load checkpoint"
-"""Text of the phase in which a rank loads a checkpoint; such a note follows it."""
+"""Text of the phase in which a rank loads a checkpoint; a note with the text `LOADED` follows the phase."""
 MEMORY = "resident memory"
 """Text of a note whose value is the number of bytes of memory that a rank has."""
 
@@ -54,7 +56,7 @@ OPS = (
     "all_to_all", "send", "recv", "put", "map_remote_tensor", "signal",
     "wait_signal",
 )  # fmt: skip
-"""Names of operations by their numbers in the core."""
+"""Names of operations by their numbers in the core, see Op in ``csrc/control/call.h``."""
 
 
 class Event(NamedTuple):
@@ -92,7 +94,7 @@ class Box:
     """The record of one rank.
 
     Attributes:
-        start_time: Start of the process in clock ticks since boot, which tells a reused pid apart.
+        start_time: Start of the process in clock ticks since boot, which distinguishes processes with the same pid.
         realtime_less_monotonic_ns: Nanoseconds to add to an event's time to get the time since 1970.
         num_events: Number of events that have begun since the box was made.
         events: Events that have not been overwritten, oldest first.
@@ -176,10 +178,10 @@ def read_events(slots: bytes, texts: Sequence[str], kinds: Collection[str] = ())
     """Yield the events in slots of a ring, except an event that is being written.
 
     Args:
-        slots: Whole slots.
+        slots: Bytes of whole slots.
         texts: All texts of the box.
-        kinds: Kinds of events to yield, besides unfinished events of any kind; empty: all. Few kinds are much
-            cheaper.
+        kinds: Kinds of events to yield, besides unfinished events of any kind; empty: all. To read only few kinds is
+            much cheaper.
     """
     if kinds:
         wanted = {_KINDS.index(kind) for kind in kinds}
@@ -416,7 +418,7 @@ class SavedBoxes:
 
 
 def load_boxes(folder: Path) -> SavedBoxes:
-    """Return the boxes saved in a folder. If two are of the same rank, the one in the file named after it counts."""
+    """Return the boxes saved in a folder. Of two boxes of one rank, the one in the file named after the rank counts."""
     found: dict[int, tuple[bool, Path, Box]] = {}
     problems: dict[Path, str] = {}
     for path in sorted(folder.glob(f"rank_*{SUFFIX}")):

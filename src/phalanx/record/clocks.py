@@ -1,4 +1,4 @@
-"""The offsets of other hosts' clocks from this one's, kept beside the boxes of an attempt."""
+"""The offsets of other hosts' clocks from the clock of this host, kept beside the boxes of an attempt."""
 
 from __future__ import annotations
 

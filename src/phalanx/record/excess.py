@@ -4,9 +4,9 @@
 same step, as a fraction of the median step. A rank is named if its mean excess is at least `LEAST_COST`, and more than
 z standard errors above 0. The mean leaves out a fifth of the steps at each end, so that single pauses count for
 nothing. Its standard error is Yuen's, computed from the winsorized steps and widened by their autocorrelation, because
-another program that takes a core slows several steps in a row. z is chosen so that any rank at all is named by chance
-in a fraction `FALSE_ALARMS` of the decisions. Pauses that recur, but only in few steps, are found by applying the same
-rule to sums of `BLOCK` steps.
+another program that takes a core slows several steps in a row. z is chosen so that, over all ranks, a fraction
+`FALSE_ALARMS` of the decisions names a rank by chance. To find pauses that recur, but only in few steps, the same rule
+is applied to sums of `BLOCK` steps.
 
 **Why.** A rank is compared with the median of the others, because with one slow rank of four, the mean makes the three
 others look fast. Means are trimmed, because step times have heavy tails. In 120 simulated runs of 1,000 steps with

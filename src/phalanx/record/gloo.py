@@ -1,12 +1,12 @@
-"""Records the collectives of torch's own Gloo in the box of a rank: from torch 2.14 on, whose groups have hooks.
+"""Records the collectives of torch's own Gloo in the box of a rank. This needs torch 2.14, whose groups have hooks.
 
-A hook tells when a collective is called, and `Work.wait` when a caller has waited for it. A collective that a program
-or DDP starts and waits for later is recorded as a "call", an event without an end. Whether a rank waits for it can be
-seen only from its stack, so the straggler ledger does not judge jobs with such calls. Messages are not recorded,
-because it is not known whether they had to wait.
+A hook reports when a collective is called, and `Work.wait` shows when a caller has waited for it. A collective that a
+program or DDP starts and waits for later is recorded as a "call", an event without an end. Whether a rank waits for
+such a collective can be seen only from the rank's stack, so the straggler ledger does not judge jobs with such calls.
+Messages are not recorded, because it is not known whether they had to wait.
 
-A callback on the work's future would tell every end, but Gloo calls it in a thread of its own, even after Python has
-ended: of sixteen jobs in which a rank left while a collective ran, seven crashed.
+A callback on the work's future would report every end, but Gloo runs the callback in a thread of its own, even after
+Python has ended: of sixteen jobs in which a rank left while a collective ran, seven crashed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx import _torch
 from phalanx.record import sites, writer
 
 _WORLD = "default"
-_HOOK = 0x7068616C  # our number for hooks: torch identifies them by numbers, and other users take small ones
+_HOOK = 0x7068616C  # our number for hooks: torch identifies hooks by numbers, and others use small ones
 _OPS = {
     "ALLREDUCE": "all_reduce", "ALLREDUCE_COALESCED": "all_reduce", "BARRIER": "barrier", "BROADCAST": "broadcast",
     "REDUCE": "reduce", "REDUCE_SCATTER": "reduce_scatter", "REDUCE_SCATTER_BASE": "reduce_scatter",
@@ -131,7 +131,7 @@ class _Group:
 
 
 def _end_what_is_over() -> None:
-    """End the events of finished calls whose wait ran in native code, where `_ending` did not see it end."""
+    """End the events of finished calls whose wait ran in native code, so that `_ending` did not see the wait end."""
     for work, event in [*_awaited.values()]:
         if work.is_completed():
             _awaited.pop(id(work), None)

@@ -35,7 +35,7 @@ class Loop:
         self._begin("forward")
 
     def begin_backward(self) -> None:
-        """Record that a backward pass begins whose gradients are averaged."""
+        """Record the beginning of a backward pass that averages gradients."""
         if not writer.is_told:
             self._begin("backward")
 

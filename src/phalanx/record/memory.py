@@ -1,4 +1,4 @@
-"""`BoxMemory`: memory for the boxes of ranks, which the process that starts the ranks holds, so it outlives them.
+"""`BoxMemory`: memory for the boxes of ranks. The process that starts the ranks holds it, so it outlives the ranks.
 
 Each rank writes a ring of 8,192 events, one cache line each, into 640 KiB of a memfd that ranks open through ``/proc``.
 The supervisor saves the boxes after each attempt. Under torchrun or mpirun, or without a launcher, a rank's box lies in
@@ -54,7 +54,7 @@ class BoxMemory:
             save_boxes(self._fd, folder)
         finally:
             with contextlib.suppress(OSError):
-                # Ranks that are kept still map the file, so it must not shrink.
+                # Ranks that are kept for the next attempt still map the file, so it must not shrink.
                 free_pages(self._fd, 0, self._num_boxes * BOX_BYTES)
 
     def close(self) -> None:

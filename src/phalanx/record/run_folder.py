@@ -23,8 +23,8 @@ class RunFolder:
     """The folder of one run.
 
     Args:
-        log_dir: Folder that holds it; empty: ``logs/<name>``, named after the script.
-        command: Command of a rank, from which the name comes.
+        log_dir: Folder in which to create the run's folder; empty: ``logs/<name>``, named after the script.
+        command: Command of a rank, from which the script's name is taken.
 
     Attributes:
         path: Path of the folder, relative if `log_dir` is.
@@ -60,7 +60,7 @@ class RunFolder:
 
 
 def _lock(path: str) -> int:
-    """Lock a run's log against removal; return the descriptor that keeps the lock, or -1 if another process has it."""
+    """Lock a run's log against removal; return the descriptor of the lock, or -1 if another process holds it."""
     fd = os.open(os.path.join(path, LAUNCH_LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -45,9 +45,9 @@ def call_site(frame: FrameType | None = None) -> str:
     A library's thread may have no such frame: then the site is torch's innermost line, with the name of the thread.
 
     Args:
-        frame: Frame at which to start; None: the caller's. To ask for the site of another thread, pass a frame that it
-            has stored: sys._current_frames() can hang the process while a thread starts or ends (gh-106883, Python
-            before 3.11.9).
+        frame: Frame at which to start; None: the caller's frame. To ask for the site of another thread, pass a frame
+            that this thread has stored: sys._current_frames() can hang the process while a thread starts or ends
+            (gh-106883, Python before 3.11.9).
     """
     start = frame = frame or sys._getframe(1)
     while frame is not None:

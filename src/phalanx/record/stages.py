@@ -1,13 +1,13 @@
 """The time that each rank computed before each collective, from the black boxes of all ranks.
 
 A *stage* begins when a rank leaves a collective and ends when it arrives at the next one, so no stage contains a wait
-for other ranks. Only durations by a rank's own clock are compared, never times of two hosts. Comparing times of arrival
-instead would blame a rank that the scheduler woke late, and would need a common clock for all hosts.
+for other ranks. Only durations are compared, each measured by a rank's own clock, never times of two hosts. Comparing
+arrival times would blame a rank that the scheduler woke late, and would need a common clock for all hosts.
 
 Collectives that overlap on any rank (started asynchronously, waited for later) count as one: a stage then ends with the
 last arrival. If no steps are recorded, a step ends with the collective before which ranks compute the most. Not every
-collective can count as a step: buckets of gradients come in a burst, and the time before one bucket is not that of a
-step.
+collective can count as a step: buckets of gradients are averaged in a burst, and the time before one bucket is not the
+time of a step.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from phalanx.record.box import Box, Event
 
 NO_STEP = -1
 """Value of `Stage.step` if no steps are recorded."""
-_MAX_PENDING = 1024  # most collectives kept that some ranks have left and others have not; older ones are dropped
+_MAX_PENDING = 1024  # limit on collectives that only some ranks have left; older ones are dropped
 Call = tuple[str, int]  # a collective: its group, and its number in the group
 
 
 class Stage(NamedTuple):
-    """What all ranks did before one collective, or before several that overlap.
+    """The times of all ranks before one collective, or before several that overlap.
 
     Attributes:
         step: Number of the optimizer step; `NO_STEP` if none is recorded.
         ends_with: Operation, elements and line of the collective.
-        busy_ns: Time of each rank between collectives, in the order of the ranks.
+        busy_ns: Time that each rank spent between the collectives, in the order of the ranks.
         span_ns: Typical time from leaving one collective to leaving the next: median over the ranks.
         phases_ns: The part of `busy_ns` that each rank spent in a phase, by the phase's name.
         ended_ns: Time at which the highest rank left the collective, by its own clock.
-        is_after_gap: Whether collectives before it are unknown, because events were lost.
+        is_after_gap: Whether the collectives before this stage are unknown, because events were lost.
     """
 
     step: int
@@ -59,10 +59,10 @@ class _Rank:
 
     def __init__(self) -> None:
         self.groups: set[str] = set()
-        self.hides_waits = False  # whether it calls collectives whose end is not recorded
+        self.hides_waits = False  # whether this rank calls collectives whose end is not recorded
         self.left_ns = 0  # when this rank left the last collective of the previous stage
-        self.arrived_ns = 0  # when it arrived at the newest collective of the current stage
-        self.leaves_ns = 0  # when it left the last of the collectives of the current stage
+        self.arrived_ns = 0  # when this rank arrived at the newest collective of the current stage
+        self.leaves_ns = 0  # when this rank left the last of the collectives of the current stage
         self.step = NO_STEP
         self._next = 0  # number of the first event that has not been read yet
         self._open: set[int] = set()  # numbers of earlier events that had not ended when they were read
@@ -149,7 +149,7 @@ class Stages:
         return [] if any(state.hides_waits for state in self._states) else self._complete()
 
     def _complete(self) -> list[Stage]:
-        """Take the calls that all ranks have left, and return the stages they end; drop calls that can't complete."""
+        """Take the calls that all ranks have left; return the stages that they end. Drop calls that can't complete."""
         stages = []
         newest = {group: seq for (group, seq), events in self._calls.items() if None not in events}
         num_extra = len(self._calls) - _MAX_PENDING
@@ -161,7 +161,7 @@ class Stages:
                     stages.append(stage)
             elif call[1] <= newest.get(call[0], -1):  # some rank's event was overwritten before it was read
                 self._forget()
-            elif all(call[0] in state.groups for state in self._states):  # some ranks have not left it yet
+            elif all(call[0] in state.groups for state in self._states):  # some ranks have not left this call yet
                 break
             elif number >= num_extra:  # not all ranks seem to be in this group
                 continue

@@ -1,6 +1,6 @@
 """The straggler ledger: which rank the others wait for, how long, in which phase, and whether that may be chance.
 
-The launcher, the report and the commands all use it, the launcher without torch. It costs 7 us for each collective that
+The launcher (which does not import torch), the report and the commands use it. It costs 7 us for each collective that
 is read, and 34 ms for a decision over 1,000 steps of 4 ranks; so the launcher reads at most 2,000 events per second,
 and decides every 10 s. `stages` and `excess` describe the method.
 """
@@ -40,7 +40,7 @@ class Account:
         awaited_s: Total seconds that the others waited for this rank.
         phase: Phase in which a named rank loses the most time, or "before OP at LINE" if no phase is recorded; empty if
             the rank is not named.
-        ratio: The rank's time in that phase, divided by the median of the others' times; infinite if that is 0.
+        ratio: The rank's time in that phase, divided by the median of the others' times; infinite if the median is 0.
         is_named: Whether the rank is slower, and not by chance; see `excess`.
     """
 
@@ -153,7 +153,7 @@ class Ledger:
         self._kept: deque[Stage] = deque(maxlen=_MAX_STAGES)
 
     def add(self, boxes: Iterable[Box]) -> None:
-        """Add the new events in the boxes of all ranks; start over if these are not the same processes as before.
+        """Add the new events in the boxes of all ranks; start over if the boxes are of other processes than before.
 
         Args:
             boxes: Boxes of the ranks of one host or of several, whole or as `Tail` reads them.
@@ -221,7 +221,7 @@ class _Look:
         return is_clear(self._by_rank[place], len(self._by_rank))
 
     def slow_phase(self, place: int) -> tuple[str, float]:
-        """Return the phase in which a rank loses the most time, and its ratio to the others' time there."""
+        """Return the phase in which a rank loses the most time, and the ratio of its time there to the others' time."""
         names = dict.fromkeys(name for step in self.steps for name in step.phases)
         if any(not name.startswith("before ") for name in names):
             names[_REST] = None

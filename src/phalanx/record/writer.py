@@ -3,11 +3,11 @@
 The core records the collectives of its groups, and messages that had to wait. In a group of several hosts, the core's
 collectives are only steps of the group's calls, so the core does not record them, and the group records its calls
 through this module. Everything else is recorded through this module, too. While a Trainer records its steps and phases
-(`telling`), models and loaders don't. If an error interrupts a step or a collective, its event never gets an end in the
-box, which shows where the error came from.
+(`telling`), models and loaders record none. If an error interrupts a step or a collective, its event never gets an end
+in the box, which shows where the error came from.
 
-Every function may be called at any time: without memory, descriptors or ``/proc``, nothing is recorded and nothing
-happens. A forked child forgets its parent's box.
+Every function may be called at any time: without memory, descriptors or ``/proc``, nothing is recorded and no error is
+raised. A forked child forgets its parent's box.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ is_told: bool = False
 
 
 def begin(rank: int, world_size: int) -> None:
-    """Start recording this process, unless that has begun.
+    """Start recording this process, unless it is being recorded already.
 
-    The box lies in the launcher's memory, which survives the ranks; without a launcher, it lies in memory of this
-    process, where others can read it while this process lives.
+    The box lies in the launcher's memory, which survives the ranks. Without a launcher, it lies in memory of this
+    process, where other processes can read it while this process lives.
     """
     global _fd
     if _core is None or _core.is_recording():
@@ -93,7 +93,7 @@ def _note_warnings() -> None:
 def _place() -> tuple[int, int]:
     environ = _env.environment()
     path, local_rank = environ.get(_env.RECORD_VARIABLE, ""), environ.get("LOCAL_RANK", "")
-    if path and local_rank.isdecimal() and _env.is_rank():  # False in a child of a rank, which has a box of its own
+    if path and local_rank.isdecimal() and _env.is_rank():  # a child of a rank has a box of its own
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             offset = int(local_rank) * _core.BOX_BYTES
@@ -123,12 +123,12 @@ def end(event: int) -> None:
 
 
 def begin_collective(op: str, dtype: int, group: str, seq: int, num_elems: int, site: str) -> int:
-    """Record that a collective begins, for one that the core does not record itself; return its event, for `end`."""
+    """Record the beginning of a collective that the core does not record itself; return its event, for `end`."""
     return _begin(_COLLECTIVE, _OP_CODES[op] | dtype << 8, group, seq, num_elems, site)
 
 
 def note_call(op: str, group: str, seq: int, num_elems: int, site: str) -> None:
-    """Record that a collective was called whose end will not be known."""
+    """Record the call of a collective whose end will not be known."""
     end(_begin(_CALL, _OP_CODES[op], group, seq, num_elems, site))
 
 
@@ -144,7 +144,7 @@ def begin_step(step: int, num_samples: int = 0, num_steps: int = 0) -> int:
 
 
 def begin_phase(name: str, step: int = 0, site: str = "") -> int:
-    """Record that a phase begins, such as "load data", as part of an optimizer step; return its event, for `end`."""
+    """Record the beginning of a phase of an optimizer step, such as "load data"; return its event, for `end`."""
     return _begin(_PHASE, 0, name, step, 0, site)
 
 
@@ -171,7 +171,7 @@ def note_memory() -> None:
 
 @contextlib.contextmanager
 def telling() -> Iterator[None]:
-    """Keep models and loaders from recording steps and phases, because the context's body does so, and knows more."""
+    """Keep models and loaders from recording steps and phases in the body, because the body records more about them."""
     global is_told
     before, is_told = is_told, True
     try:

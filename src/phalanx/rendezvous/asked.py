@@ -32,7 +32,7 @@ class Asked:
         timeout_s: Time limit for the meeting, in seconds.
         call: Function that the script called: ``init_process_group`` or ``phalanx.init``.
         where: Line of the script with the call, such as ``train.py:12``; empty if unknown.
-        backend: Backend that the script asked for; empty if it left that to torch, None if unknown.
+        backend: Backend that the script asked for; empty if it left the choice to torch, None if unknown.
         host: Host on which rank 0 serves `port`; empty: the ranks meet in the file `path`.
         port: Port of the store.
         path: Path of the file, if the ranks meet in one.
@@ -68,23 +68,23 @@ class Asked:
 
     @property
     def own_launch(self) -> Launch | None:
-        """The launch whose ranks alone make up this world; None if other ranks may come."""
+        """The launch whose ranks alone make up this world; None if other ranks may join."""
         launch = self.launch
         is_its_world = launch is not None and _env.is_rank() and launch.is_world(self.rank, self.world_size)
         return launch if is_its_world else self.launch_here
 
     @property
     def launch_here(self) -> Launch | None:
-        """The launch that chose this meeting point, to which only its own ranks come; None if another was chosen.
+        """The launch that chose this meeting point, where only its own ranks meet; None at any other meeting point.
 
-        At another meeting point a rank may meet other programs, and ranks may have other numbers.
+        At another meeting point, a rank may meet other programs, and ranks may have other numbers.
         """
         launch = self.launch
         return launch if launch is not None and self.host and launch.meets_at(self.host, self.port) else None
 
     @property
     def is_in_place(self) -> bool:
-        """Whether phalanx replaces Gloo, for which the script asked."""
+        """Whether the script asked for Gloo and phalanx replaces it."""
         return self.backend is not None and cpu_backend(self.backend) == "gloo" and bool(replace.origin())
 
     def check(self, backend: str = "phalanx") -> None:
@@ -179,7 +179,7 @@ def launch_of(environ: dict[str, str]) -> Launch | None:
 def caller() -> tuple[str | None, str]:
     """Return the backend passed to ``init_process_group``, and the line of the script with the call.
 
-    The backend is None if something else calls the rendezvous.
+    The backend is None if something other than ``init_process_group`` calls the rendezvous.
     """
     backend, frame = None, sys._getframe(1)
     while frame.f_back is not None:

@@ -13,4 +13,4 @@ FOLDER_S: Final = 3.0
 NOTE_S: Final = 0.5
 """Time before a rank notes that it waits for rank 0; also the time for the launcher to note a rank's end."""
 PART_S: Final = 0.5
-"""Time for the others to read why they can't meet, before rank 0 closes the store."""
+"""Time for the other ranks to read why the ranks can't meet, before rank 0 closes the store."""

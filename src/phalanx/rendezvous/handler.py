@@ -1,17 +1,17 @@
-"""The rendezvous of ranks before there is a group: none waits silently, or for a rank that can't come.
+"""The rendezvous of ranks before there is a group: no rank waits silently, or for a rank that can't arrive.
 
 torch's own rendezvous waits inside native code for its timeout, half an hour, and prints nothing. So the plugin
 registers this handler in front of torch's for ``env://``, ``tcp://`` and ``file://``. It serves ranks of ``phalanx
 run``, `phalanx.spawn` and `phalanx.init` whatever their backend, and any rank that asks for the phalanx backend. torch
-tells a handler neither the backend nor the line of the script, so both are read from the frames of the call. Every
+passes a handler neither the backend nor the line of the script, so both are read from the frames of the call. Every
 other use of torch, RPC included, is left alone, with one exception: if a call with ``env://`` lacks a launcher's
 variables, a hint on how to start ranks is added to the error.
 
 **A line while in doubt, an error only when certain.** Several cases look alike from outside: a rank 0 that imports for
 minutes, a pod whose name is not in DNS yet, ranks that train alone while others meet, and ranks that ended with exit
-code 0 under torchrun, which keeps no notes of its ranks. For these, a line names the missing ranks after 5, 15 and 45 s
-(see `patience`). Other cases are certain, and raise an error: contradictory numbers, a rank that has ended (see
-`launched`), and a program on rank 0's port that is not a store (see `server`).
+code 0 under torchrun, which keeps no notes of its ranks. In these cases, a printed line names the missing ranks after
+5, 15 and 45 s (see `patience`). Other cases are certain, and raise an error: contradictory numbers, a rank that has
+ended (see `launched`), and a program on rank 0's port that is not a store (see `server`).
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def meet(url: str, rank: int, world_size: int, timeout: timedelta | None = None,
         backend: Backend of the group to be created, which the ranks compare.
 
     Raises:
-        CollectiveTimeout: Ranks did not come within the timeout.
-        RankFailed: A rank ended before all had come.
+        CollectiveTimeout: Ranks did not arrive within the timeout.
+        RankFailed: A rank ended before all had arrived.
         PhalanxError: The ranks contradict each other, or the address can't be used.
         ValueError: `rank` or `world_size` is out of its range.
     """

@@ -1,9 +1,11 @@
-"""A rank's knowledge about its launch: how many ranks there are, where they meet, and which have ended.
+"""What ranks and commands know about a launch: how many ranks there are, where they meet, and which have ended.
+
+`Notes` is the launcher's side, `Launch` is a rank's side, and `Started` is what commands such as ``phalanx why`` read.
 
 The launcher (``phalanx run`` or `phalanx.spawn`) notes each rank that has ended, and with which exception. The notes,
 one per line, lie in memory that the launcher holds and ranks open through ``/proc``, so a full disk does not matter.
 
-**Ranks that can't come any more.** Waiting ranks raise `RankFailed` once fewer ranks are alive than the world needs.
+**Ranks that can't arrive any more.** Waiting ranks raise `RankFailed` once fewer ranks are alive than the world needs.
 They do so only if the world consists of the launch's ranks, that is, if it meets at the launcher's address: elsewhere,
 a rank may meet other programs, and ranks may have other numbers. A rank also notes that it is waiting for rank 0. If
 all ranks of the launch have noted this, each learns that none of them is rank 0.
@@ -11,7 +13,7 @@ all ranks of the launch have noted this, each learns that none of them is rank 0
 A group that is being formed also reads the notes about processes that are known to be its members. The members of the
 world are known from the roll call, those of other groups from the world. For a group that a program makes by hand over
 a store of its own, no member is known before the ranks have said hello. An end counts only if a second look confirms
-it, because a rank may have done what others wait for just before it ended.
+it, because just before its end, a rank may have done what others wait for.
 """
 
 from __future__ import annotations
@@ -105,23 +107,23 @@ class Launch:
         return []
 
     def note_wait(self, rank: int, where: str) -> None:
-        """Note that this process, as `rank`, waits for rank 0 to open the store; with -1, that it no longer waits."""
+        """Note that this process, as `rank`, waits for rank 0 to open the store; -1 notes that it no longer waits."""
         self._note("waits", (self.rank, rank, where))
 
     def note_progress(self) -> None:
-        """Note that this process has come far enough for a restart to be worthwhile."""
+        """Note that this process has progressed far enough for a restart to be worthwhile."""
         self._note("progress", (self.rank,))
 
     def note_solo(self) -> None:
-        """Note that this process has trained without meeting any other."""
+        """Note that this process has trained without meeting any other process."""
         self._note("alone", (self.rank,))
 
     def note_apart(self) -> None:
-        """Note that this process has trained in a group, and exchanged nothing with any other."""
+        """Note that this process has trained in a group, but exchanged nothing with the other ranks."""
         self._note("apart", (self.rank,))
 
     def waiting(self) -> dict[int, tuple[int, str]]:
-        """Return the rank that each waiting process claims, and its line, by the rank that the launcher gave it."""
+        """Return the rank and the line that each waiting process claims, by the rank that the launcher gave it."""
         waits = {facts[0]: (facts[1], facts[2]) for kind, facts in self._read() if kind == "waits"}
         return {given: wait for given, wait in waits.items() if wait[0] >= 0}
 
@@ -140,7 +142,7 @@ class Launch:
 
 
 def note_progress(launch: str) -> None:
-    """Tell this process's launcher, if any, that the process has come far enough for a restart to be worthwhile.
+    """Tell this process's launcher, if any, that the process has progressed far enough for a restart to be worthwhile.
 
     Args:
         launch: Text from the launcher, see `Launch.to_text`; may be empty.
@@ -165,13 +167,13 @@ class Started:
 
     Attributes:
         launcher: Name of the launcher for users: ``phalanx run`` or ``phalanx.spawn``.
-        command: Command that the ranks run, as a shell would take it; empty if nobody typed it.
+        command: Command that the ranks run, in the syntax of a shell; empty if no user typed it.
         folder: Folder of the run's logs; empty if there is none.
         world_size: Number of ranks, also on other hosts; 0: not known yet.
         pids: Processes of the ranks of this host, by rank.
         ended: Ends of the ranks of this host that have ended, by rank.
-        state: Activity of the launcher while none of its ranks runs, such as ``waiting for other nodes``; empty if it
-            has noted none since it started its ranks.
+        state: Activity of the launcher while none of its ranks runs, such as ``waiting for other nodes``; empty if the
+            launcher has noted no activity since it started its ranks.
         straggler: The launcher's words about a rank that costs the others time; empty if there is none.
     """
 
@@ -225,7 +227,7 @@ def start_time(pid: int) -> int:
     """
     with contextlib.suppress(OSError, IndexError, ValueError):
         fields = stat_fields(pid)
-        # Its files and sockets are closed before it becomes a zombie, so a process that is exiting counts as ended.
+        # A process closes its files and sockets before it becomes a zombie, so one that is exiting counts as ended.
         return 0 if fields[3] in "ZX" or int(fields[9]) & _PF_EXITING else int(fields[22])
     return 0
 
@@ -250,12 +252,12 @@ class Notes:
         """Note what the launcher does while none of its ranks runs, for commands that ask; see `Started`.
 
         Args:
-            left_s: Seconds after which the launcher gives up; None: it does not.
+            left_s: Seconds after which the launcher stops waiting; None if it waits without a limit.
         """
         os.write(self._fd, _line("state", (state, None if left_s is None else time.monotonic() + left_s)))
 
     def note_straggler(self, words: str) -> None:
-        """Note which rank has cost the others time, for commands that ask; see `Started`."""
+        """Note which rank has cost the other ranks time, for commands that ask; see `Started`."""
         os.write(self._fd, _line("straggler", (words,)))
 
     def note_start(self, rank: int, pid: int) -> None:

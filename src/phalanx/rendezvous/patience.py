@@ -1,4 +1,4 @@
-"""Prints lines, ever less often, as long as a rank waits for others before there is a group."""
+"""Prints lines, at growing intervals, while a rank waits for other ranks before there is a group."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import time
 from phalanx.rendezvous.asked import Asked
 
 _FIRST_S = 5.0
-_FIRST_LAUNCHED_S = 15.0  # first line if a launcher of ours starts all ranks, and ends all if one fails
+_FIRST_LAUNCHED_S = 15.0  # later if our launcher starts all ranks, because it also ends all if one fails
 _FACTOR = 3
 
 
 class Patience:
-    """Prints what a rank is waiting for after 5 s, 15 s, 45 s and so on, until the ``with`` block ends.
+    """Prints, after 5 s, 15 s, 45 s and so on, what a rank is waiting for, until the ``with`` block ends.
 
-    If a launcher of ours starts all ranks, the first line comes after 15 s, and says so instead of giving advice.
+    If our launcher starts all ranks, the first line is printed after 15 s, and instead of giving advice it says that
+    the launcher is starting them.
 
     A separate thread prints the lines, because a resolver or torch's store may block the waiting thread in native code.
 

@@ -1,17 +1,18 @@
-"""The roll call: rank 0 waits until every rank has come to the store, then tells each that all are there.
+"""The roll call: rank 0 waits until every rank has arrived in the store, then tells each rank that all have arrived.
 
 Each rank writes a record into the store (rank, world size, backend, process, line of the script). When a rank finds the
 record of rank 0, which contains a fresh token, it writes its own record again under that token, and waits for an answer
-addressed to it. Rank 0 reads the records under its token, compares them, and answers every rank with the same fresh
+under its own token. Rank 0 reads the records under its token, compares them, and answers every rank with the same fresh
 prefix for the keys of the group. This detects two processes with the same rank, contradictory world sizes and different
 backends, and every rank raises the same error.
 
 **Leftovers do no harm.** A file, or the store of torchrun's agent, may hold the records of an earlier group, attempt or
 run: the agent keeps one store for all attempts, and its restart count may differ between nodes. None of these records
 is under the current token, because dead ranks answer no token. A rank answers every rank 0 whose record it finds,
-unless ``/proc`` shows that this rank 0 has ended. But it compares its numbers only with a rank 0 that it has seen
-alive: in ``/proc`` on its own host, elsewhere by reports that rank 0 keeps writing. If a rank dies during the roll
-call, rank 0 notices it in ``/proc`` on the same host, and so do the others if rank 0 dies.
+unless ``/proc`` shows that this rank 0 has ended. But a rank compares its numbers only with a rank 0 that is known to
+be alive. On the same host, ``/proc`` shows this; on another host, reports that rank 0 keeps writing show it. If a rank
+dies during the roll call, a rank 0 on the same host notices it in ``/proc``; in the same way, ranks on rank 0's host
+notice the death of rank 0.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from phalanx.wire.store import JsonStore, StoreGoneError, shared_pause
 from phalanx.wire.waiting import StoreSilentError, wait_until
 
 _PAUSE_S = 0.005  # time between queries of the store
-_MOST_NAMED = 8  # most missing ranks that a message names
+_MOST_NAMED = 8  # limit on the number of missing ranks that a message names
 _LOOK_S = 0.2  # time between checks whether a missing rank can still come
 _ADVICE = (
     "Every rank must call init_process_group: start those that are missing, or look at what they printed last; one may "
@@ -71,7 +72,7 @@ class RollCall:
     """This rank's part in the meeting of a world in `store`.
 
     Attributes:
-        pids: Process ids of the ranks on this host; empty until all ranks of the world have come.
+        pids: Process ids of the ranks on this host; empty until all ranks of the world have arrived.
     """
 
     def __init__(self, store: dist.Store, asked: Asked, patience: Patience) -> None:
@@ -93,21 +94,21 @@ class RollCall:
         self._keys = [f"here/{self._mine['token']}/{rank}" for rank in range(asked.world_size)]  # used on rank 0
         self._answered = ""  # token of the rank 0 that this rank has answered
         self._rank_0 = ""  # token of a rank 0 known to be alive
-        self._server: Record | None = None  # record of the store's server, if ranks have met in it before
+        self._server: Record | None = None  # record of the store's server, if ranks have met in the store before
         self._beat: dict[str, Any] = {}  # rank 0's last report of missing ranks
         self._num_looks = 0
         self._missing: list[int] = []
         self._doubts = False  # whether the last look saw a dead rank, which may have written before its end
 
     def answer(self) -> str | None:
-        """Return the prefix of the group's keys once all ranks have come; None if the store is gone but rank 0 lives.
+        """Return the prefix of the group's keys once all ranks have arrived.
 
-        In that case, the store belonged to an earlier group that rank 0 has just left, and rank 0 will serve another
-        one.
+        Return None if the store is gone but rank 0 lives. In that case, the store belonged to an earlier group that
+        rank 0 has just left, and rank 0 will serve another store.
 
         Raises:
-            CollectiveTimeout: Ranks did not come within the timeout.
-            RankFailed: A rank ended before all had come.
+            CollectiveTimeout: Ranks did not arrive within the timeout.
+            RankFailed: A rank ended before all had arrived.
             PhalanxError: Two processes claim the same rank, or the ranks disagree on world size or backend.
         """
         ask = self._call if self._asked.rank == 0 else self._reply
@@ -146,7 +147,7 @@ class RollCall:
         return True
 
     def raise_rival(self) -> None:
-        """Raise if the rank 0 that serves this store, which is another process, is alive."""
+        """Raise if this store is served by a rank 0 that is another process and is alive."""
         deadline = min(self._patience.deadline, time.monotonic() + NOTE_S)
         with contextlib.suppress(StoreGoneError, StoreSilentError):  # the store may just be closing
             # The rival may listen for a moment before it has written its record.
@@ -166,7 +167,7 @@ class RollCall:
         self._store.set(key, value, max(self._patience.left_s, PART_S))
 
     def _record(self, rank: int, key: str = "rank") -> Record | None:
-        """Return the record under a rank's number, whose process may have ended long ago."""
+        """Return the record under a rank's number; the process that wrote it may have ended long ago."""
         record: Record | None = self._read(f"{key}/{rank}", _RECORD)
         return record
 
@@ -189,13 +190,13 @@ class RollCall:
             self._answered = told["token"]
 
     def _reply(self) -> str | None:
-        """On other ranks: answer rank 0, unless that is done; return the prefix once rank 0 has sent it, else None."""
+        """On other ranks: answer rank 0 unless already done; return the prefix once rank 0 has sent it, else None."""
         if not self._answered:
             self._answer()
         return self._word()
 
     def _word(self) -> str | None:
-        """Return the prefix that rank 0 has sent to this rank, or None if it has not; raise an error that was sent."""
+        """Return the prefix that rank 0 has sent to this rank; None: nothing was sent. Raise an error that was sent."""
         word = self._read(f"word/{self._mine['token']}", _read_word)
         if word is None:
             return None
@@ -206,7 +207,7 @@ class RollCall:
         raise _KINDS[word["kind"]](text, op="join", ranks=ranks, **word["facts"])
 
     def _call(self) -> str | None:
-        """On rank 0: once all ranks have come, send each the prefix and return it; None before that."""
+        """On rank 0: once all ranks have arrived, send each rank the prefix and return it; None before that."""
         texts = [text for text in self._store.get_all(self._keys) if text is not None]
         if len(texts) < self._asked.world_size:
             return None
@@ -228,7 +229,7 @@ class RollCall:
         return prefix
 
     def _all_here(self) -> list[Record | None]:
-        """Return the record of each rank that has answered this rank 0; None for one that has not."""
+        """Return, by rank, the records of the ranks that have answered this rank 0; None for a rank that has not."""
         return [self._record(rank, f"here/{self._mine['token']}") for rank in range(self._asked.world_size)]
 
     def _give(self, record: Record | None, word: dict[str, Any]) -> None:
@@ -269,7 +270,7 @@ class RollCall:
         return enumerated("rank", self._missing, _MOST_NAMED) if self._missing else "rank 0 to begin the roll call"
 
     def _timed_out(self) -> CollectiveTimeout:
-        """Tell the others that the time is up, and return the error."""
+        """Tell the other ranks that the time is up, and return the error."""
         asked, entry = self._asked, "not-met"
         what = f"{self._awaited} did not come to {asked.point}, and WORLD_SIZE is {asked.world_size}. {_ADVICE}."
         if self._store.is_silent:
@@ -305,7 +306,7 @@ class RollCall:
         self._doubts = left is not None or bool(dead)
 
     def _compare(self, records: Sequence[Record | None]) -> None:
-        """Raise if the ranks that have come differ in world size or version, or if only some asked for our backend."""
+        """Raise if ranks that have arrived differ in world size or version, or if only some asked for our backend."""
         here = [record for record in records if record is not None]
         sizes = _first_of_each(here, lambda record: record["world_size"])
         if len(sizes) > 1:
@@ -338,7 +339,7 @@ class RollCall:
         facts: dict[str, Any] | None = None,
         also: Record | None = None,
     ) -> None:
-        """Tell the others the error, and raise it; `also` is the record of another process that claims this rank."""
+        """Report the error to the other ranks, and raise it; `also` is the record of another process with this rank."""
         self._tell(text, ranks, kind, facts, also)
         raise kind(f"{self._asked.name}: {text}", op="join", ranks=ranks, **(facts or {}))
 
@@ -350,7 +351,7 @@ class RollCall:
         facts: dict[str, Any] | None = None,
         also: Record | None = None,
     ) -> None:
-        """Tell the others why the ranks can't meet."""
+        """Tell the other ranks why the ranks can't meet."""
         word = {"kind": kind.__name__, "text": text, "ranks": ranks, "facts": facts or {}}
         with contextlib.suppress(StoreSilentError):
             said = [self._record(rank) for rank in range(self._asked.world_size)]
@@ -363,7 +364,7 @@ class RollCall:
                 time.sleep(PART_S)
 
     def _is_served_again(self) -> bool:
-        """Whether rank 0 has merely closed the store that is gone: rank 0 listens again, or its process lives."""
+        """Whether the store is gone only because rank 0 has closed it: rank 0 listens again, or its process lives."""
         asked, deadline = self._asked, time.monotonic() + NOTE_S
         is_rank_0s = not (asked.is_served or asked.path)
 

@@ -1,4 +1,4 @@
-"""The store in which ranks meet: rank 0 serves it or creates its file, and the others wait for it."""
+"""The store in which ranks meet: rank 0 serves it or creates its file, and the other ranks wait for the store."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def open_store(asked: Asked, patience: Patience) -> dist.Store:
     """Return the store that this rank asked for.
 
     Raises:
-        CollectiveTimeout: Rank 0 did not serve it within the timeout.
-        RankFailed: Too many ranks of the launch have ended for this world.
+        CollectiveTimeout: Rank 0 did not serve the store within the timeout.
+        RankFailed: So many ranks of the launch have ended that too few are left for this world.
         PhalanxError: The host's name does not resolve although all ranks are on this host, another program has rank 0's
             port, or the file can't be used.
     """
@@ -60,7 +60,7 @@ def open_store(asked: Asked, patience: Patience) -> dist.Store:
 
 
 def _refuse_stranger(asked: Asked) -> None:
-    """Raise if something other than a store listens on rank 0's port; torch would wait for its answer."""
+    """Raise if something other than a store listens on rank 0's port; torch would wait for it to answer as a store."""
     try:
         with socket.create_connection((asked.host, asked.port), CONNECT_S) as found:
             is_there = found.getsockname() != found.getpeername()
@@ -77,7 +77,10 @@ def _refuse_stranger(asked: Asked) -> None:
 
 
 def _listens(port: int) -> bool:
-    """Whether this process itself listens on `port`, as for the store of an earlier group, which may answer slowly."""
+    """Whether this process itself listens on `port`, as it does if it serves the store of an earlier group.
+
+    Such a store may answer slowly.
+    """
     for number in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):
             fd = os.dup(int(number))
@@ -203,7 +206,7 @@ def is_listening(asked: Asked) -> bool:
 
 
 def _require_rank_0(asked: Asked, launch: Launch) -> None:
-    """Raise if all ranks of the launch are waiting for rank 0, so that none of them can be it."""
+    """Raise if all ranks of the launch are waiting for rank 0, so that none of them can be rank 0."""
     waiting = launch.waiting()
     if waiting.keys() >= set(range(launch.world_size)):
         said = ", ".join(
@@ -238,7 +241,8 @@ def who_left(asked: Asked) -> tuple[str, dict[str, Any]] | None:
     ended = launch.ended() if launch is not None else []
     if launch is None or launch.world_size - len(ended) >= asked.world_size:
         return None
-    end = ended[launch.world_size - asked.world_size]  # the first end that left too few; later ones may be its victims
+    # The first end that left too few ranks is to blame; it may have caused the later ones.
+    end = ended[launch.world_size - asked.world_size]
     text = (
         f"rank {end.rank} (pid {end.pid}) {end.exit_words} before all ranks had joined\n"
         f"All {asked.world_size} must come to {asked.call}: look at what rank {end.rank} printed last."

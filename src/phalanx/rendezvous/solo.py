@@ -1,16 +1,16 @@
 """Detects ranks that train without each other, because the user forgot to join them.
 
-Each such rank tells its launcher when it ends.
+At its end, such a rank reports this to its launcher.
 
 A rank without a group has trained alone if its optimizer has stepped. A rank in a group has trained apart if its
-optimizer has stepped twice, and nothing but barriers ran in any group since the first optimizer was made. (It must be
-two steps, because what the first step needed may have been exchanged before.) The launcher warns if all its ranks note
+optimizer has stepped twice, and nothing but barriers ran in any group since the first optimizer was made. (One step is
+not enough, because the data that it needs may have been exchanged before.) The launcher warns if all its ranks report
 the same.
 
-**A correct program must never be warned.** A process whose exchanges can't all be counted notes nothing: one with a
-group of another backend, RPC, a GPU in use, or a torch before 2.14, where some calls bypass Python. A single all_reduce
-of a loss is enough for silence, since evolution strategies exchange no more than that. Groups count collectives in the
-core anyway; barriers and messages are counted where Python starts them.
+**A correct program must never cause a warning.** A process reports nothing if some of its exchanges can't be counted,
+that is, if it has a group of another backend, RPC, a GPU in use, or a torch before 2.14 (where some calls bypass
+Python). A single all_reduce of a loss suffices to prevent the warning, since evolution strategies exchange no more than
+that. Groups count collectives in the core anyway; barriers and messages are counted where Python starts them.
 
 torch calls `Optimizer.profile_hook_step` when it makes the first optimizer of a class, so this module replaces that
 function to see optimizers and their steps. A hook on optimizers would keep a Trainer from dividing the step.
@@ -31,7 +31,7 @@ from phalanx.rendezvous.launched import Launch
 
 _wants_others = False
 _has_uncounted = False  # whether there is a group of another backend, or RPC
-_has_devices = False  # whether there is a group in which another backend takes the tensors of other devices
+_has_devices = False  # whether there is a group in which another backend handles the tensors of other devices
 _num_exchanges: Callable[[], int] | None = None
 
 
@@ -54,7 +54,7 @@ def count_exchanges(count: Callable[[], int]) -> None:
 
 
 def watch() -> None:
-    """Have this rank tell its launcher at its end whether it has trained alone or apart, although there were others."""
+    """When this rank ends, report to the launcher if it has trained alone or apart although there were other ranks."""
     launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
     if launch is None or launch.world_size == 1 or not _env.is_rank():
         return
@@ -85,7 +85,7 @@ class _Training:
         self._first: Callable[[], Any] = lambda: None
 
     def watch(self) -> None:
-        """Wrap `step` of each optimizer class when torch hooks it: when the first optimizer of the class is made."""
+        """Wrap `step` of each optimizer class when torch hooks it, that is, when its first optimizer is made."""
         from torch.compiler import is_dynamo_compiling
         from torch.optim import Optimizer
 
@@ -118,7 +118,7 @@ class _Training:
             self.was_in_group = _has_group() and distributed.get_world_size() > 1
 
     def was_apart(self) -> bool:
-        """Return whether this process has trained in a group and surely exchanged nothing meanwhile."""
+        """Return whether this process has trained in a group and has certainly exchanged nothing while it trained."""
         if not self.was_in_group or _num_exchanges is None or _has_uncounted or (_has_devices and _uses_accelerator()):
             return False
         return _num_exchanges() == self.num_before

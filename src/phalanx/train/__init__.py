@@ -2,8 +2,8 @@
 
 Names are loaded on first use, because reading a run's metrics and writing its report need no torch.
 
-Start with `trainer`, which holds `fit()`, then `step.stepper`. Nothing here starts processes or watches them, and a
-loop written by hand needs nothing from this package.
+Start with `trainer`, which holds `fit()`, then `step.stepper`. Nothing here starts ranks or supervises them, and a loop
+written by hand needs nothing from this package.
 """
 
 from typing import TYPE_CHECKING

@@ -79,7 +79,7 @@ def check_schedule(scheduler: Any, function: Any = None) -> None:
 
     Raises:
         TypeError: `scheduler` is not a scheduler.
-        ValueError: The function has made a ReduceLROnPlateau, which depends on evaluations and not on a length.
+        ValueError: The function has made a ReduceLROnPlateau, which depends on evaluations, not on a number of steps.
     """
     if not hasattr(scheduler, "step"):
         name = "scheduler" if function is None else "what the function scheduler(optimizer, num_steps) returns"
@@ -92,12 +92,12 @@ def check_plateau(scheduler: lr_scheduler.ReduceLROnPlateau, s: Settings) -> Non
     """Refuse a schedule that mistakes a better evaluation for a worse one.
 
     Raises:
-        ValueError: The schedule's mode is not that of the settings.
+        ValueError: The schedule's mode differs from the settings' mode.
     """
     if scheduler.mode != s.mode:
         raise ValueError(
             f'Trainer: {"a lower" if s.mode == "min" else "a higher"} {s.monitor} is better (mode="{s.mode}"), and '
-            f'the schedule takes it for worse: ReduceLROnPlateau(optimizer, mode="{s.mode}")'
+            f'the schedule treats it as worse: ReduceLROnPlateau(optimizer, mode="{s.mode}")'
         )
 
 
@@ -111,7 +111,7 @@ def check_fit(
     is_plateau: bool,
     needs_pairs: bool,
 ) -> None:
-    """Refuse data that can't be trained on, and settings that need an evaluation if there is none.
+    """Refuse data that can't be trained on, and settings that need an evaluation if there is no validation data.
 
     Args:
         data: Training data.
@@ -124,7 +124,7 @@ def check_fit(
 
     Raises:
         TypeError: `data` or `validation_data` is neither a dataset nor an iterable of batches.
-        ValueError: A setting needs validation data, or an iterator is needed more than once.
+        ValueError: A setting needs validation data, or an iterator is passed where data is iterated more than once.
     """
     _check_data("data", data)
     if validation_data is not None:
@@ -147,16 +147,17 @@ def check_fit(
 
 
 def check_attribute(trainer: Any, name: str, value: Any, *, is_subclass: bool) -> None:
-    """Refuse an attribute that a script sets on its trainer without any effect.
+    """Refuse to set an attribute of a trainer if that would have no effect.
 
     Args:
         trainer: Trainer whose attribute is set.
         name: Name of the attribute.
         value: Value of the attribute.
-        is_subclass: Whether the trainer's class is the script's, which may have attributes of its own.
+        is_subclass: Whether the trainer's class is a subclass that the script defines, which may have attributes of its
+            own.
 
     Raises:
-        AttributeError: There is no such attribute, or it is a method or fixed.
+        AttributeError: There is no such attribute, or the attribute is a method, or it can't be changed.
     """
     own = getattr(trainer, name, None)
     if name in _FIXED and value is not own:
@@ -184,7 +185,7 @@ def check_metrics(metrics: Any) -> dict[str, Any]:
     """Return the metrics by name.
 
     Raises:
-        TypeError: The metrics have no names, or one is neither a function nor an object with a state.
+        TypeError: The metrics have no names, or a metric is neither a function nor an object with a state.
         ValueError: A name is reserved, or a metric is a sum over a batch.
     """
     if metrics is None:
@@ -195,7 +196,7 @@ def check_metrics(metrics: Any) -> dict[str, Any]:
         if not isinstance(name, str):
             raise _wrong("a name in metrics", "a text", name, _METRICS)
         if name == "loss":
-            raise ValueError("Trainer: metrics has a 'loss', which is the name of the loss: give the metric another")
+            raise ValueError("Trainer: metrics has a 'loss', which is the name of the loss: rename the metric")
         refuse_reserved([name])
         _refuse_class(f"metrics[{name!r}]", metric, "{}()")
         if not has_state(metric):
@@ -269,7 +270,7 @@ def _check_function_of_length(function: Any) -> None:
 
 
 def _check_partial_schedule(function: functools.partial[Any], kind: type) -> None:
-    """Refuse a partial schedule class that would take the number of steps for another argument.
+    """Refuse a partial schedule class that would receive the number of steps as another argument.
 
     Raises:
         TypeError: The number of steps would go to another argument.
@@ -335,7 +336,7 @@ def _refuse_sum(who: str, function: Any) -> None:
 
 
 def _reduction_of(function: Any) -> Any:
-    """Return the reduction of one of torch's losses, if its module or its partial shows it."""
+    """Return the reduction of one of torch's losses, if the module or the partial object shows it."""
     if isinstance(function, functools.partial):
         return function.keywords.get("reduction") or _reduction_of(function.func)
     return getattr(function, "__dict__", {}).get("reduction")
@@ -378,7 +379,7 @@ def _wrong(name: str, wanted: str, value: Any, right: str) -> TypeError:
 
 
 def _right_optimizer(given: Any) -> str:
-    """Return the call that makes the optimizer of a given name, in any spelling, or else an example."""
+    """Return the call that makes the optimizer with a given name, in any spelling; if there is none, an example."""
     text = given.lower().replace("_", "") if isinstance(given, str) else ""
     classes = (name for name, value in vars(torch.optim).items() if isinstance(value, type))
     name = next((name for name in classes if name.lower() == text != "sgd"), "")

@@ -27,7 +27,7 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
     """Refuse callbacks with a hook that would never be called, and callbacks without any method that would be called.
 
     Raises:
-        TypeError: A callback has a method ``on_...`` that is no hook, or it has no hook.
+        TypeError: A callback has a method ``on_...`` that is no hook, or a callback has no hook at all.
     """
     for callback in callbacks:
         who = f"the callback {type(callback).__qualname__}"
@@ -38,8 +38,8 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
             meant = _meant(unknown[0]) if len(unknown) == 1 else ""
             hint = f", did you mean {meant}?" if meant else "."
             raise TypeError(
-                f"Trainer: {who} has {listed(unknown, _MAX_NAMED)}, which would never be called{hint} {hooks}. Let the "
-                "name of a method of your own begin otherwise"
+                f"Trainer: {who} has {listed(unknown, _MAX_NAMED)}, which would never be called{hint} {hooks}. Don't "
+                "start the names of your own methods with on_"
             )
         if not any(has_hook([callback], hook) for hook in HOOKS):
             raise TypeError(f"Trainer: {who} has no method that would be called. {_right_use(callback)}{hooks}")

@@ -1,4 +1,4 @@
-"""Other trainers' names of arguments and methods; errors about them give the name here, or the code to write."""
+"""Names of arguments and methods in other trainers; an error about such a name shows ours, or the code to write."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ _ATTRIBUTES = {
 
 
 def wrong_argument(call: str, name: str, known: Collection[str], of_trainer: Collection[str]) -> TypeError:
-    """Return the error for an argument that a Trainer or one of its methods does not take.
+    """Return the error for an argument that a Trainer or one of its methods does not accept.
 
     Args:
         call: Name of the call, such as ``Trainer.fit``.
         name: Name of the argument.
-        known: Arguments that the call takes.
+        known: Arguments that the call accepts.
         of_trainer: Arguments of a Trainer.
     """
     meant = _ARGUMENTS.get(name, name if name in of_trainer else "")

@@ -1,4 +1,4 @@
-"""`Settings`: arguments of a `Trainer` besides model, optimizer and data, and the batch sizes that follow."""
+"""`Settings`: arguments of a `Trainer` besides model, optimizer and data, and the batch sizes that follow from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODES: dict[str, Literal["min", "max"]] = {
     **dict.fromkeys(
         ("acc", "accuracy", "auc", "auroc", "bleu", "dice", "f1", "iou", "miou", "precision", "r2", "recall"), "max"
     ),
-}  # whether a lower or a higher value is better, by a word in its name
+}  # whether a lower or a higher value is better, by a word in the value's name
 _TURNING = frozenset(  # words that may reverse which value is better
     ("change", "decrease", "delta", "diff", "drop", "gain", "gap", "improvement", "increase", "inverse", "neg",
      "negative", "reduction", "std", "var", "variance")
@@ -83,51 +83,55 @@ class Settings:
     """Settings of a `Trainer`; each is an argument of its constructor.
 
     Attributes:
-        max_epochs: Number of passes over the training data; training ends at this or at `max_steps`, whichever comes
-            first.
+        max_epochs: Number of passes over the training data; training ends at this number or at `max_steps`, whichever
+            is reached first.
         max_steps: Number of optimizer steps.
         global_batch_size: Number of samples in an optimizer step, over all ranks and accumulated passes.
         micro_batch_size: Largest number of samples in one forward pass of a rank; None: unlimited.
-        on_resize: Global batch after a change of the number of ranks: "keep" its size, or "scale" it with the ranks.
+        on_resize: Global batch size after a change of the number of ranks: "keep" it, or "scale" it with the number of
+            ranks.
         seed: Seed for shuffling and for the data-loading workers; `seed_everything` covers the rest, such as dropout.
-        num_workers: Number of data-loading processes of each rank; ``phalanx tune`` tells whether more are faster. The
-            samples are the same with any number but 0, where augmentation draws from the rank's own random numbers.
+        num_workers: Number of data-loading processes of each rank; ``phalanx tune`` measures whether more are faster.
+            The samples are the same for any number above 0; with 0, augmentation draws from the rank's own random
+            numbers.
         drop_last: Whether samples at the end of an epoch that do not fill a global batch are left out.
-        precision: Precision of forward and loss, through torch.autocast: "fp32", "bf16" or "fp16" (with a gradient
-            scaler).
+        precision: Precision of the forward pass and the loss, through torch.autocast: "fp32", "bf16" or "fp16" (with a
+            gradient scaler).
         channels_last: Whether weights and images of four dimensions use torch.channels_last, which makes most
             convolutions on a CPU faster. Checkpoints are the same.
-        divide_optimizer: Whether each rank steps a part of the parameters and takes the other ranks' results: "auto" if
-            the first steps show that it is faster, but not with callbacks, which may change the optimizer's state;
-            "always" if it is possible; or "never". It is possible on one host, on the CPU with one thread, in phalanx's
-            DistributedDataParallel, with the optimizers of torch.optim that treat each element by itself. Bits and
-            checkpoints are the same. The ranks then share the memory of the optimizer's state: code may replace or fill
-            its tensors, but if every rank calls ``mul_``, a tensor is multiplied several times.
+        divide_optimizer: Whether the ranks divide the optimizer's step, so that each rank steps a part of the
+            parameters and receives the other parts: "auto" divides if the first steps show that this is faster, but not
+            with callbacks, because they may change the optimizer's state; "always" divides whenever possible; "never"
+            does not. Dividing is possible on one host, on the CPU with one thread, in phalanx's
+            DistributedDataParallel, with those optimizers of torch.optim that treat each element separately. Bits and
+            checkpoints do not change. While the step is divided, the ranks share the memory of the optimizer's state:
+            code may replace or fill its tensors, but if every rank calls ``mul_`` on one, that tensor is multiplied
+            several times.
         clip_norm: Largest norm of the gradient; None: unlimited.
         on_nan: Reaction to a loss, gradient or parameter that is not finite: "raise" an error on every rank, "warn"
-            once, or "ignore" it. In any case, a state with such a parameter or buffer is never saved, unless it was
-            not finite when `fit` began.
+            once, or "ignore" it. In any case, a state with such a parameter or buffer is never saved, unless that
+            tensor was not finite when `fit` began.
         compare_every: Number of steps over which the ranks' copies of all parameters and optimizer state are compared
-            once, slice by slice; an error on every rank names the first tensor that differs. "auto": as few as cost at
-            most 0.5 % of the time; 0: never.
+            once, slice by slice; an error on every rank names the first tensor that differs. "auto": the smallest
+            number for which comparing takes at most 0.5 % of the time; 0: never.
         scheduler_interval: Interval at which the learning rate scheduler steps: "step" or "epoch".
         monitor: Name of the evaluated value that decides which checkpoint is best.
         mode: Whether a lower value of `monitor` is better, "min", or a higher one, "max". None: derived from a word in
-            the name, such as loss, error, perplexity or rmse, or accuracy, auc, f1 or recall; other names are refused.
-            Once the Trainer is made, it is never None.
+            the name, such as loss, error, perplexity or rmse, or accuracy, auc, f1 or recall; any other name is an
+            error. Once the Trainer is made, `mode` is never None.
         patience: Number of evaluations without an improvement after which training stops; None: unlimited.
-        min_delta: Improvement of `monitor` that `patience` ignores. Small improvements add up, and the best checkpoint
-            is the one with the best value, by however small a margin.
+        min_delta: Size up to which `patience` ignores an improvement of `monitor`; small improvements add up until they
+            exceed it. The best checkpoint is always the one with the best value.
         folder: Folder of the run; None: ``runs/<script>``. PHALANX_RUN_FOLDER overrides it.
         resume: Treatment of an earlier run in the folder: "auto" resumes from its newest checkpoint, and refuses a
             checkpoint of another run; "never" starts over and sets the old run aside; "force" resumes with the weights
             and counters of another run and this script's settings.
         save_every: Number of steps between checkpoints on disk; None: one at the end of each epoch, or at most one in
             10 minutes if the memory of at least two hosts holds the state.
-        keep_last: Number of newest checkpoints to keep on disk, beside the best.
-        snapshot_every: Number of steps between snapshots in memory, under ``phalanx run``; "auto": as few as
-            cost at most 3 % of the training time; 0: no snapshots.
-        log_every: Number of steps between two lines of metrics.jsonl.
+        keep_last: Number of newest checkpoints to keep on disk, in addition to the best one.
+        snapshot_every: Number of steps between snapshots in memory, under ``phalanx run``; "auto": the smallest number
+            for which snapshots take at most 3 % of the training time; 0: no snapshots.
+        log_every: Number of steps between two "step" records of metrics.jsonl.
         deterministic: "world" for the same weights, bit for bit, on 1, 2, 4, ... ranks; None: no such guarantee.
         virtual_shards: Number of parts of a batch under `deterministic`: a power of two, at least the number of ranks.
 
@@ -173,10 +177,10 @@ class Settings:
 
         Args:
             given: Settings by name.
-            known: Names of all arguments of `Trainer`, to suggest for an unknown one.
+            known: Names of all arguments of `Trainer`, to suggest one of them for an unknown name.
 
         Raises:
-            TypeError: There is no such argument; the message names the one that is meant.
+            TypeError: There is no such argument; the message names the argument that is probably meant.
         """
         for name in given:
             if name not in cls.__dataclass_fields__:
@@ -230,7 +234,7 @@ class Settings:
                     f"Trainer: setting {name} now would change nothing{hint}: make the Trainer anew, with "
                     f"{name}={value!r}. Only {' and '.join(ENDS)} may change, to train longer"
                 )
-            value = getattr(dataclasses.replace(self, **{name: value}), name)  # checked
+            value = getattr(dataclasses.replace(self, **{name: value}), name)  # checked by replace()
         super().__setattr__(name, value)
 
     def _whole(self, name: str, least: int) -> Any:
@@ -251,7 +255,7 @@ class Settings:
         return int(value)
 
     def batch_size_for(self, world_size: int, first_world_size: int) -> int:
-        """Return the global batch size on `world_size` ranks, of a run that began on `first_world_size`."""
+        """Return the global batch size on `world_size` ranks in a run that began on `first_world_size` ranks."""
         if self.on_resize == "keep":
             return self.global_batch_size
         return max(world_size, self.global_batch_size * world_size // first_world_size)
@@ -284,7 +288,7 @@ def mode_of(name: str) -> Literal["min", "max"] | None:
 def _choice_meant(name: str, value: object) -> str:
     """Return the choice that is meant, as a script writes it; empty if unknown."""
     if name == "precision":
-        from phalanx.session.loop import right_precision  # only on the way to an error
+        from phalanx.session.loop import right_precision  # imported only for an error
 
         return right_precision(value)
     near = nearest(value, filter(None, _CHOICES[name])) if isinstance(value, str) else ""

@@ -8,11 +8,11 @@ gradients averaged) -> `Consensus` (do the ranks obey a signal, stop, or differ?
 so that a mistake, such as a class in place of an object, is an error on every rank; `resume/preflight` checks when
 `fit` begins.
 
-**If a rank dies,** its peers raise `RankFailed` and leave at once. The supervisor starts the ranks anew from the
-standby process. They load the newest step of which every rank has a whole snapshot, and continue from there. Ranks that
-survive keep their process (`phalanx.session.survival`). An `_Attempt` holds everything that belongs to one group. The
+**If a rank dies,** its peers raise `RankFailed` and end at once. The supervisor starts the ranks anew from the standby
+process. They load the newest step of which every rank has a whole snapshot, and continue from there. Ranks that survive
+keep their process (`phalanx.session.survival`). An `_Attempt` holds everything that belongs to one group. The
 constructor makes the first one, and `fit` makes one for each new group, with the same collectives in the same order, so
-that kept and new processes meet in them. `resume/relocation` says when that is impossible.
+that the calls of kept and new processes match. `resume/relocation` says when that is impossible.
 
 **Evaluation runs under** `no_grad`, not `inference_mode`: a model may keep a tensor that it made during an evaluation,
 such as a table of positions, and a tensor made in inference mode can never take part in training.
@@ -80,10 +80,10 @@ def _unknown_argument(method: str, name: str, known: list[str]) -> TypeError:
 
 
 class Trainer:
-    """Trains a model on all ranks of the job, which it joins if the script has not.
+    """Trains a model on all ranks of the job; the constructor joins the job if the script has not.
 
     Every rank makes the same Trainer and calls the same methods. Under ``phalanx run --max-restarts N`` the ranks take
-    snapshots, as often as `Settings.snapshot_every` says, and resume from the last one after a rank was killed.
+    snapshots, as often as `Settings.snapshot_every` says, and resume from the last snapshot after a rank was killed.
 
     Arguments that are not described here are the fields of `phalanx.train.Settings`, such as ``max_epochs=10``.
 
@@ -101,27 +101,27 @@ class Trainer:
             by name, each with one number for each sample or their mean. None: the training step, or the loss and the
             metrics.
         scheduler: Learning rate scheduler; or a function that makes one once the length of the run is known:
-            ``scheduler(optimizer, num_steps)``, where `num_steps` is how often it will be stepped: in steps or in
-            epochs, see `Settings.scheduler_interval`. If a resumed run is longer or shorter than before, the function
-            makes another one, which continues where the run is.
+            ``scheduler(optimizer, num_steps)``, where `num_steps` is how often the scheduler will be stepped: once a
+            step or once an epoch, see `Settings.scheduler_interval`. If a resumed run is longer or shorter than before,
+            the function makes another scheduler, which continues at the run's position.
         metrics: Functions by name to evaluate beside the loss: ``metric(outputs, targets)`` returns one number for each
             sample, or their mean. Objects with ``update``, ``compute`` and ``reset``, such as those of torchmetrics,
             combine the states of all ranks in ``compute``; an `evaluation_step` updates them itself.
         collate_fn: Function that makes a batch of a dataset's samples; None: torch's. If it drops samples, an
-            evaluation counts those left in the batch, if the batch's tensors tell how many; in a training step, the
-            weight of each rank's part is still the number of samples requested.
+            evaluation counts those that remain, provided that all tensors of the batch have the same, smaller first
+            dimension; a training step still weighs each rank's part by the number of samples requested.
         callbacks: Objects with any of ``on_fit_start``, ``on_step``, ``on_epoch``, ``on_evaluation``, ``on_save`` and
             ``on_fit_end``, each called with the trainer on every rank; `stop` ends the training. Checkpoints include
             the callbacks with ``state_dict`` and ``load_state_dict``.
         loggers: Loggers that get the numbers of metrics.jsonl on rank 0: "tensorboard", "wandb" (offline, unless a key
             or WANDB_MODE is set), or objects with ``log(metrics, step)`` and ``close()``. If a logger fails, the run
-            says so once and trains on without it.
+            reports this once and trains on without that logger.
 
     Attributes:
         model: Model in its wrapper.
         module: Model without the wrapper.
         optimizer: Optimizer that was passed.
-        scheduler: Scheduler that was passed, or None; one that a function makes exists once `fit` begins.
+        scheduler: Scheduler that was passed, or None; a scheduler that a function makes exists once `fit` has begun.
         callbacks: Callbacks that were passed.
         settings: Settings of this trainer; `max_epochs` and `max_steps` may change, to train longer.
         session: Session of this rank.
@@ -225,7 +225,7 @@ class Trainer:
             check_attribute(self, name, value, is_subclass=type(self) is not Trainer)
         super().__setattr__(name, value)
 
-    if not TYPE_CHECKING:  # type checkers must know the attributes
+    if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             """Refuse an attribute that only other trainers have, and name the right one."""
@@ -246,19 +246,19 @@ class Trainer:
     ) -> dict[str, float]:
         """Train to the end, from where the last run in the folder stopped, and return the last evaluation.
 
-        `Settings.resume` applies to runs that other Trainers left in the folder. A second `fit` continues its own run:
-        it trains if `max_epochs` or `max_steps` was raised, or after a `stop`, and says so if nothing is left. To start
-        over, also in a notebook, make the model, the optimizer and the Trainer anew.
+        `Settings.resume` applies to runs that other Trainers left in the folder. A second `fit` of this Trainer
+        continues its own run: it trains if `max_epochs` or `max_steps` was raised, or after a `stop`, and says so if
+        nothing is left. To start over, also in a notebook, make the model, the optimizer and the Trainer anew.
 
         Args:
             data: Map-style dataset, which the ranks divide; or a loader of this rank's own batches, each of which is
                 this rank's part of a step. `Settings.global_batch_size` must then be the total size of the batches of
                 all ranks. The weight of a batch is its number of samples, and a rank whose loader has ended takes part
-                until all have. If the tensors of a batch differ in their first dimension, all batches weigh the same.
+                until all loaders have. If the first dimensions of a batch's tensors differ, all batches weigh the same.
             validation_data: Data for `evaluate` after each epoch. One batch of a dataset is also evaluated before the
                 first step, to learn which values an evaluation has.
             batch_sampler: Iterable of lists of a dataset's indices to use instead of `Settings.global_batch_size`: each
-                list is a batch over all ranks, and every rank must get the same lists. Its ``set_epoch`` is called.
+                list is a batch over all ranks, and every rank must get the same lists. `fit` calls its ``set_epoch``.
 
         Raises:
             CheckpointError: The folder holds a run of another model, optimizer, schedule, data or settings; or no
@@ -268,10 +268,9 @@ class Trainer:
             ReplicaMismatch: The ranks' copies of the model differ; on every rank. See `Settings.compare_every`.
             ValueError: The data does not fit the settings, an evaluation lacks the value that `monitor` names, or the
                 schedule is shorter than the run.
-            SystemExit: Any rank got SIGTERM, SIGUSR1 or Ctrl-C, and everything is saved. The code is 75, or 130 after a
-                Ctrl-C without a launcher.
+            SystemExit: Any rank got SIGTERM, SIGUSR1 or Ctrl-C, and the state is saved unless weights are not finite.
+                The code is 75, or 130 after a Ctrl-C without a launcher.
         """
-
         why_not = self._relocation.why_not_kept(self._given_model, self.optimizer, self._in_group.loggers, data)
         try:
             with Survivor(
@@ -286,11 +285,11 @@ class Trainer:
             raise
 
     def stop(self) -> None:
-        """End `fit` after this step on all ranks, even in the middle of an epoch: it evaluates, saves and returns.
+        """End `fit` after this step on all ranks, even in the middle of an epoch.
 
-        One rank that calls it is enough. In a callback, `fit` ends after the step just done; elsewhere, as in a
-        training step or a thread, the ranks learn of it within 0.1 s, or after the current step if steps take longer.
-        The run is not over: with the same folder, the next `fit` resumes from there.
+        A call on one rank is enough. `fit` then evaluates, saves and returns. In a callback, it ends after the step
+        just done; in a training step or a thread, the ranks learn of the request within 0.1 s, or after the current
+        step if steps take longer. The run is not over: with the same folder, the next `fit` resumes it.
 
         Raises:
             RuntimeError: `fit` is not running.
@@ -328,13 +327,15 @@ class Trainer:
 
         Args:
             data: Map-style dataset, of which each sample counts once, whatever the number of ranks; or a loader. If all
-                ranks have the same loader, they divide its batches. With a loader that divides its data, a loader of
-                this rank's own ``Subset``, a stream or a list of batches, each rank counts what it gets, so a sample
-                that a sampler repeats counts twice. The weight of a dataset's batch is the number of samples requested,
-                or of those that a `collate_fn` left in it, if its tensors tell how many.
+                ranks have the same loader, they take turns at its batches. With a loader that divides its data, a
+                loader of this rank's own ``Subset``, a stream or a list of batches, each rank counts what it gets, so a
+                repeated sample counts twice. A dataset's batch counts as many samples as were requested for it; if a
+                `collate_fn` drops samples, those that remain, provided that all tensors have the same, smaller first
+                dimension.
 
         Raises:
-            ValueError: A value is not one number for each sample, or a metric does not combine the ranks' states.
+            ValueError: A value is neither one number per sample nor their mean, or a metric does not combine the ranks'
+                states.
         """
         self._say_if_untrained("evaluate")
         return self._in_group.evaluator.evaluate(data)
@@ -366,7 +367,7 @@ class Trainer:
 
 
 class _Attempt:
-    """One stay of a trainer in a process group: made when the trainer joins, dropped as a whole when the group fails.
+    """The part of a trainer that belongs to one process group: made on joining it, dropped when the group fails.
 
     The trainer has everything that outlives a group: the model and its optimizer, the schedule, callbacks and counters.
     Read the class from the top: join, `fit`, begin, steps and epochs, end.
@@ -396,7 +397,7 @@ class _Attempt:
         self.is_training = False
 
     def fit(self, data: Any, validation_data: Any, batch_sampler: Iterable[Iterable[int]] | None) -> dict[str, float]:
-        """Train to the end in this group, as `Trainer.fit` says."""
+        """Train to the end in this group, see `Trainer.fit`."""
         try:
             with FolderLock(self._trainer.folder, self._ranks) as self._lock, writer.telling():
                 return self._fit(data, validation_data, batch_sampler)
@@ -423,7 +424,7 @@ class _Attempt:
         if not self._is_over():
             refuse_unwritable(trainer.checkpoints, self._ranks)
         with (
-            # Opened before any output: a reader of "training begins" may at once send a signal.
+            # Opened before any output: a reader of "training begins" may send a signal at once.
             Preemption(speaks=self.session.is_main, checkpoints=trainer.checkpoints) as self._preemption,
             self._begin(loaded) as self.run_log,
             self.stepper,
@@ -443,7 +444,7 @@ class _Attempt:
     # ---- the beginning -----------------------------------------------------------------------------------------------
 
     def _take_up(self, data: Any) -> checkpoint.Loaded | None:
-        """Restore the newest checkpoint of this run, or with ``resume="force"`` of another one."""
+        """Restore the newest checkpoint of this run, or with ``resume="force"`` of another run."""
         trainer, s = self._trainer, self._settings
         facts = with_data(trainer._facts, data, s, self._ranks)
         self._identity = Identity(
@@ -501,7 +502,7 @@ class _Attempt:
         return run_log
 
     def _schedule(self, length: int) -> None:
-        """Have the function make a schedule of that length, and step it to where the run is."""
+        """Make a schedule of that length with the script's function, and step it to the run's position."""
         trainer, s = self._trainer, self._settings
         assert trainer._make_scheduler is not None
         if trainer.scheduler is not None:  # restore the learning rates with which the earlier schedule began
@@ -537,11 +538,11 @@ class _Attempt:
         self._feed.begin_epoch(trainer.epoch)
         has_ended, is_empty = True, self._feed.is_at_start
         self.run_log.begin_epoch(trainer.step + 1, is_whole=is_empty)
-        is_at_last = trainer.step == s.max_steps  # possible after a snapshot: the end of the epoch is still to be done
+        is_at_last = trainer.step == s.max_steps  # after a snapshot, the end of the epoch may be left to do
         for parts, num_samples in self._in_step(iter(()) if is_at_last else self._feed.steps()):
             loss = self.stepper.backward(parts, num_samples, trainer.step + 1, trainer.epoch)
             del parts  # so that the next batch reuses this memory, which is in the caches
-            if self.consensus.is_due(trainer.step):  # done here, where the ranks have just met
+            if self.consensus.is_due(trainer.step):  # here, because the ranks have just waited for each other
                 self.consensus.agree(trainer.step)
             self.stepper.optimize(trainer.step + 1, trainer.epoch)
             trainer.step += 1
@@ -590,7 +591,7 @@ class _Attempt:
         trainer, s, run_log = self._trainer, self._settings, self.run_log
         self._lock.check()
         run_log.count(loss, num_samples)
-        self._call("on_step")  # before the snapshot, because that includes the callbacks' state
+        self._call("on_step")  # before the snapshot, because the snapshot includes the callbacks' state
         run_log.clock.lap("callbacks")
         if self._asks_in_steps:
             self.consensus.agree_to_stop()
@@ -642,7 +643,7 @@ class _Attempt:
     # ---- what is kept, and the end -----------------------------------------------------------------------------------
 
     def _why_over(self) -> str:
-        """Return the setting according to which nothing is left to train; empty if something is left."""
+        """Return the setting by which the training is over; empty if something is left to train."""
         trainer, s = self._trainer, self._settings
         if self._lacks_end:
             return ""
@@ -669,9 +670,8 @@ class _Attempt:
     def _preempt(self, number: int) -> None:
         """End this rank after it has saved; or after a snapshot, if the job restarts at once with more ranks."""
         step = self._trainer.step
-        if self._ranks.largest(
-            memory().restart_is_planned
-        ):  # asked on all ranks: on several hosts, one launcher may know of the restart before the others
+        # All ranks are asked, because on several hosts, one launcher may know of the restart before the others.
+        if self._ranks.largest(memory().restart_is_planned):
             self._snapshots.take(step)
             raise PlannedRestart
         if self.run_log.has_news:

@@ -1,4 +1,4 @@
-"""Puts a model into the wrapper that keeps it the same on all ranks; tells if a model has ours, torch's or FSDP2's."""
+"""Puts a model into the wrapper that keeps it the same on all ranks; finds out whether a model is wrapped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def leave_wrapper(model: nn.Module) -> None:
 
 
 def wrap(model: nn.Module, device: torch.device, world_size: int) -> nn.Module:
-    """Return the model in its wrapper; one that is wrapped already stays as it is."""
+    """Return the model in its wrapper; a model that is wrapped already stays as it is."""
     if not can_wrap(model):
         return model
     model.to(device)

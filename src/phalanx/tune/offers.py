@@ -13,8 +13,8 @@ from phalanx.host.cgroups import read
 from phalanx.launch import rank_trial
 from phalanx.tune.trials import Setup
 
-_LEAST_LOADING = 0.05  # if loading takes at least this fraction of a step, workers are tried
-_HEADROOM, _MOST_WORKERS = 1.25, 8  # more workers than computed, because they share CPUs and some batches take longer
+_LEAST_LOADING = 0.05  # if loading takes more than this fraction of a step, workers are tried
+_HEADROOM, _MOST_WORKERS = 1.25, 8  # headroom, because workers share CPUs and some batches load slowly
 _COMPILING_S = 60.0
 _OF_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # CPU flags for bf16 multiplication
 
@@ -26,8 +26,8 @@ class Offer:
     Attributes:
         name: The change, as the user would write it.
         setup: Setup with the change.
-        needs_s: Seconds that must be left to try it.
-        note: Reason why the user must decide on the change, even if it is faster; "" if there is none.
+        needs_s: Time that the search must have left to try the change, in seconds.
+        note: Reason why the user must decide on the change, even if it is faster; "" if the search may decide.
     """
 
     name: str
@@ -51,7 +51,7 @@ def offers(base: Setup, facts: Mapping[str, Any], loading_share: float, memories
         found.append(Offer(name=name, setup=dataclasses.replace(base, fused=True)))
     if facts["trainer"] is not None:
         found += _of_trainer(base, facts, loading_share)
-    elif loading_share > _LEAST_LOADING and not facts["has_stream"]:  # each worker would yield the whole of a stream
+    elif loading_share > _LEAST_LOADING and not facts["has_stream"]:  # of a stream, each worker would yield all items
         found.append(_of_workers("DataLoader", base, loading_share))
     for memory in memories:
         if memory != base.memory:
@@ -71,11 +71,16 @@ def _of_trainer(base: Setup, facts: Mapping[str, Any], loading_share: float) -> 
     if shutil.which(_env.environment().get("CXX", "g++")):
         setup = _with(base, **{rank_trial.COMPILE: True})
         found.append(Offer(name="model.compile()", setup=setup, needs_s=_COMPILING_S))
-    return [offer for offer in found if offer.setup.changes[-1][0] not in facts["trainer"]]  # not what the script sets
+    # A setting that the script passes itself stays as it is.
+    return [offer for offer in found if offer.setup.changes[-1][0] not in facts["trainer"]]
 
 
 def _of_workers(maker: str, base: Setup, loading_share: float) -> Offer:
-    """Return the offer to load with processes: as many per rank as load a batch while the rank computes a step."""
+    """Return the offer to load data in worker processes.
+
+    There are enough workers per rank to load a batch in the time that the rank computes a step, plus headroom, but at
+    most `_MOST_WORKERS`.
+    """
     needed = _MOST_WORKERS if loading_share >= 1 else math.ceil(_HEADROOM * loading_share / (1 - loading_share))
     num_workers = min(needed, _MOST_WORKERS)
     return Offer(name=f"{maker}(num_workers={num_workers})", setup=_with(base, num_workers=num_workers))

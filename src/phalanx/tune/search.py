@@ -1,19 +1,19 @@
 """The search of ``phalanx tune`` for the fastest setup. It judges each gain against the noise.
 
 The search first compares numbers of ranks and threads, all with plain python. Then it tries each further change alone,
-on top of the best setup so far, and finally, together, all changes that gained something. Each comparison is a race: in
-every round, each setup has a turn of 0.3 s.
+on top of the best numbers of ranks and threads. Finally, it combines all changes that gained something. Each comparison
+is a race: in every round, each setup has a turn of 0.3 s.
 
 - A turn measures the times from one optimizer step to the next, and counts the samples that loaders have yielded. The
-  slowest tenth of the steps does not count, because an evaluation or a new epoch may fall into it. Ratios are taken
-  within a round; every second round goes backwards.
+  slowest tenth of the steps does not count, because an evaluation or a new epoch may fall into it. Speeds are compared
+  within a round; every second round runs the setups in reverse order.
 - A race ends when the differences are clear, or too small to matter; setups that are far behind drop out. A change
   counts only if it gains more than twice the standard error of its ratio, and more than 1 %.
 - A turn may take a quarter of the time left for the search, or 10 s if that is more; a start may take four times as
-  long as the longest start so far, or 30 s if that is more. A job that fails or hangs becomes a line of the table, and
-  the others go on.
-- If a script keeps the batches that it has loaded, each later step counts as many samples as a step did at first. If no
-  samples were ever loaded, all speeds are in steps.
+  long as the longest start so far, or 30 s if that is more. A job that fails or hangs gets a line in the table, and the
+  search continues with the other jobs.
+- If a script reuses the batches that it has loaded, each later step counts as many samples as its first steps loaded.
+  If no samples were ever loaded, all speeds are in steps.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from phalanx.tune.trials import Failed, Setup, Trials
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
 _LEAST_GAIN = 0.01  # a smaller gain is not worth another flag
 _HOPELESS = 0.85  # a setup slower than this fraction of the fastest, in every round so far, drops out
-_LEAST_START_S = 60.0  # time for the first job to start, however little is left
-_TURN_WITH_ALL_S = 0.6  # duration of a turn with its overhead
-_SHARE_OF_RANKS = 0.3  # fraction of the time left that the race of ranks and threads may take
+_LEAST_START_S = 60.0  # the first jobs may take this long to start, however little time is left
+_TURN_WITH_ALL_S = 0.6  # duration of a turn, including its overhead
+_SHARE_OF_RANKS = 0.3  # fraction of the time left, for the race between numbers of ranks and threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Gain:
     """Gain in speed of one setup over another.
 
     Attributes:
-        ratio: Speed relative to the other setup's; the median over the rounds.
+        ratio: Speed divided by the other setup's speed; the median over the rounds.
         noise: Twice the standard error of the logarithm of `ratio`.
     """
 
@@ -64,9 +64,9 @@ class Step:
         name: The change, as the user would write it.
         rate: Speed, in samples or steps a second.
         gain: Effect of the change; None for the setup that the others are compared with.
-        is_taken: Whether it is part of the best command.
-        why: Reason why it could not be measured; empty if it was.
-        note: Reason why it is not taken although it is faster.
+        is_taken: Whether the change is part of the best command.
+        why: Reason why the change could not be measured; empty if it was measured.
+        note: Reason why the change is not taken although it is faster.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Limits:
         ranks: Numbers of ranks to try.
         memories: Values of ``--memory`` to try.
         machine: Machine whose cores are divided.
-        threads: Number of threads that the user has set for each rank; 0: not set, so it is searched.
+        threads: Number of threads that the user has set for each rank; 0: not set, so the search chooses it.
         deadline: Time on the monotonic clock at which the search ends.
     """
 
@@ -104,8 +104,8 @@ def race(
 ) -> dict[Setup, list[float]]:
     """Let setups take turns until their differences are clear or within the noise; return their speeds.
 
-    Every second round goes backwards, which cancels a steady drift. Setups that are far behind drop out, and those that
-    fail are not in the result.
+    Every second round runs the setups in reverse order, which cancels a steady drift of the machine's speed. Setups
+    that are far behind drop out. Setups that fail are missing from the result.
 
     Args:
         setups: Setups to compare.
@@ -141,7 +141,7 @@ def gains(speeds: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def compare(speeds: Sequence[float], others: Sequence[float]) -> Gain:
-    """Return the gain of the first speeds over the others, compared round by round."""
+    """Return the gain of `speeds` over `others`, compared round by round."""
     ratios = gains(speeds, others)
     spread = statistics.stdev(map(math.log, ratios)) if len(ratios) > 1 else math.inf
     return Gain(statistics.median(ratios), 2 * 1.25 * spread / math.sqrt(len(ratios)))  # 2 standard errors of a median
@@ -153,7 +153,7 @@ def fastest(found: Mapping[Setup, Sequence[float]]) -> Setup:
 
 
 def _is_settled(gain: Gain) -> bool:
-    """Return whether more rounds would not matter: the difference is clear, or certainly too small."""
+    """Return whether more rounds are unnecessary: the difference is clear, or certainly too small to matter."""
     return abs(math.log(gain.ratio)) > 2 * gain.noise or gain.noise < _LEAST_GAIN
 
 
@@ -221,7 +221,7 @@ class Search:
         self.steps += [Step(names[s], why=str(self._trials.failure_of(s))) for s in wanted if s not in found]
 
     def _improve(self) -> None:
-        """Try changes to the best setup so far, and take those with a certain gain."""
+        """Try changes to the best setup so far, and take the changes whose gain is clear."""
         base = self.best
         every = offers(base, self.facts, self._trials.of(base).loading_share, self.limits.memories)
         tried: list[Offer] = []
@@ -240,7 +240,7 @@ class Search:
         self.steps += [Step(offer.name, why="takes longer than was left; --seconds gives it more") for offer in late]
 
     def _start(self, setups: Sequence[Setup], more_s: float = 0.0) -> dict[Setup, Failed]:
-        """Start the jobs of setups, and wait for them; return the setups that can't be measured."""
+        """Start the setups' jobs, and wait until they are ready; return the setups that can't be measured."""
         return self._trials.start(setups, max(_LEAST_START_S, self.limits.left_s()), more_s)
 
     def _try(self, base: Setup, tried: Sequence[Offer], failed: Mapping[Setup, Failed]) -> None:
@@ -264,7 +264,7 @@ class Search:
             self._combine(base, taken)
 
     def _combine(self, base: Setup, taken: Sequence[Setup]) -> None:
-        """Take all changes with a gain together, if together they are the fastest."""
+        """Measure one setup with all changes that gained something, and keep the fastest setup."""
         together = dataclasses.replace(
             base,
             memory=next((setup.memory for setup in taken if setup.memory != base.memory), base.memory),
@@ -280,7 +280,7 @@ class Search:
 
 
 def threads_to_try(machine: Machine, ranks: int) -> list[int]:
-    """Return the numbers of threads to try for each rank: one, half of its share of the cores, and all of it."""
+    """Return the numbers of threads to try for each rank: one, half of a rank's share of the cores, and all of it."""
     share = machine.num_cores // ranks
     return sorted({1, max(1, share // 2), max(1, share)})
 

@@ -1,6 +1,7 @@
-"""The folder of a search: removed when the search ends, or by the next search if the search was killed.
+"""The folder of a search: removed when the search ends, or by a later search if this search was killed.
 
-A search holds a lock in its folder as long as it lives. The next search removes folders whose locks are free.
+A search locks a file in its folder until the search ends or is killed. The next search removes the folders whose locks
+are free.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from collections.abc import Iterator
 from phalanx.wire.files import open_regular
 
 PREFIX = "phalanx-tune-"
-_LOCK = "lock"  # file whose lock is held until the search ends, however it ends
+_LOCK = "lock"  # file that the search keeps locked until the search ends or is killed
 
 
 @contextlib.contextmanager
 def folder_of_jobs() -> Iterator[str]:
-    """Make a folder for the output of jobs, removed at the end of the context; also remove those of killed searches.
+    """Make a folder for the jobs' output, and remove it at the end; also remove the folders of killed searches.
 
     Raises:
         OSError: The folder can't be made.
@@ -41,7 +42,7 @@ def _sweep(parent: str) -> None:
     with contextlib.suppress(PermissionError):  # the parent may be writable, but not listable
         entries += os.scandir(parent)
     for entry in entries:
-        with contextlib.suppress(OSError):  # another search has removed it, or the folder is in use
+        with contextlib.suppress(OSError):  # another search has removed the folder, or still uses it
             facts = entry.stat(follow_symlinks=False)
             if entry.name.startswith(PREFIX) and stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid():
                 with open_regular(os.path.join(entry.path, _LOCK)) as lock:

@@ -1,4 +1,4 @@
-"""A job of ``phalanx run`` whose ranks stop at an optimizer step until asked for more, see `rank_trial`."""
+"""A job of ``phalanx run`` whose ranks wait at an optimizer step until they are asked to go on, see `rank_trial`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from phalanx.launch import rank_trial
 from phalanx.launch.processes.descendants import die_with_parent
 from phalanx.wire.files import read_json
 
-_TAIL_BYTES = 64 << 10  # read from the end: some scripts print hundreds of megabytes, which take seconds to read
+_TAIL_BYTES = 64 << 10  # only the end is read: some scripts print hundreds of megabytes
 
 
 class Ended(Exception):
-    """A job has ended before every rank has answered."""
+    """A job ended before all ranks had answered."""
 
 
 class TrialJob:
@@ -26,13 +26,13 @@ class TrialJob:
 
     Args:
         words: Flags, script and arguments for ``phalanx run``.
-        room: Folder for its output, which is made now.
-        num_ranks: Number of its ranks.
-        environ: Environment variables for it, including those of `rank_trial.variables`.
+        room: Folder for the job's output; the constructor makes it.
+        num_ranks: Number of the job's ranks.
+        environ: Environment variables to add for the job, including those of `rank_trial.variables`.
 
     Attributes:
-        room: Folder for its output.
-        pid: Process of ``phalanx run``.
+        room: Folder for the job's output.
+        pid: Process number of ``phalanx run``.
     """
 
     def __init__(self, words: Sequence[str], room: str, num_ranks: int, environ: Mapping[str, str]) -> None:
@@ -47,7 +47,8 @@ class TrialJob:
             self._process = subprocess.Popen(
                 command, env=everything, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that Ctrl-C reaches only this process, which then ends the job
-                preexec_fn=functools.partial(die_with_parent, os.getpid()),  # its reaper then ends the ranks
+                # If this process dies, so does phalanx run, whose reaper then ends the ranks.
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )  # fmt: skip
         self.pid = self._process.pid
 
@@ -62,7 +63,7 @@ class TrialJob:
 
     @property
     def printed(self) -> str:
-        """Last 64 KiB of the job's output, which end with the cause of a failure."""
+        """Last 64 KiB of the job's output; if the job has failed, the cause is at the end."""
         with open(self._output, "rb") as output:
             output.seek(max(0, os.stat(output.fileno()).st_size - _TAIL_BYTES))
             return output.read().decode(errors="replace")
@@ -80,7 +81,7 @@ class TrialJob:
 
     @property
     def multiprocess(self) -> str:
-        """Reason why the job can't take turns: its ranks train in several processes; "" if it can."""
+        """Reason why the job can't be measured: its ranks train in several processes; "" if it can be measured."""
         try:
             with open(rank_trial.multiprocess_file(self.room)) as file:
                 return file.read()
@@ -95,7 +96,7 @@ class TrialJob:
         """Return the ranks' answers for a turn, in rank order; an empty list until all have answered.
 
         Raises:
-            Ended: The job has ended before all ranks had answered.
+            Ended: The job ended before all ranks had answered.
         """
         has_ended = self.has_ended  # checked first: answers may have arrived just before the end
         if len(self.who_told(serial)) < self._num_ranks:
@@ -108,11 +109,11 @@ class TrialJob:
         return told
 
     def ask_to_end(self) -> None:
-        """Ask the job to end; `end` waits for it."""
+        """Ask the job to end; `end` waits until it has ended."""
         self._process.terminate()
 
     def end(self) -> None:
-        """End the job, and wait until it is gone."""
+        """End the job, and wait until it has ended."""
         self.ask_to_end()
         try:
             self._process.wait(10)

@@ -1,11 +1,11 @@
-"""The jobs of ``phalanx tune``: each is the user's script under ``phalanx run``, and steps on request.
+"""The jobs of ``phalanx tune``: each runs the user's script under ``phalanx run``, and steps on request.
 
 The script is started once for each combination of settings that a running process can't change (ranks, memory, settings
-of a Trainer), and these jobs stay alive side by side. A hook on the optimizer's step holds each job until it is asked
-to step. So jobs take turns of 0.3 s, other load on the machine slows all of them alike, and each job imports the script
-only once. The number of threads and the optimizer's fused form change from turn to turn within a job. A Trainer in a
-trial has no end, saves nothing and follows no schedule; any other script that has ended is started again. When the
-tuner ends, the kernel kills the supervisors of its jobs (PDEATHSIG), and their reapers then end the ranks.
+of a Trainer), and these jobs stay alive side by side. A hook on the optimizer's step holds each job until the job is
+asked to step. So jobs take turns of 0.3 s, other load on the machine slows all of them alike, and each job imports the
+script only once. The number of threads and the optimizer's fused form change from turn to turn within a job. A Trainer
+in a trial has no end, saves nothing and follows no schedule; any other script is started again when it has ended. When
+the tuner ends, the kernel kills the supervisors of its jobs (PDEATHSIG), and their reapers then end the ranks.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _Answer = TypeVar("_Answer")
 _PAUSE_S = 0.002
 _TURN_S = 0.3
 _LEAST_STEPS = 3
-_SETTLING_STEPS, _MOST_SETTLING_S = 20, 3.0  # steps in which a Trainer decides how to step
+_SETTLING_STEPS, _MOST_SETTLING_S = 20, 3.0  # steps in which a Trainer chooses how to step; skipped if too slow
 _LEAST_PATIENCE_S, _SHARE_OF_PATIENCE = 10.0, 0.25  # limit of a turn: seconds or, if longer, a share of the time left
 _LEAST_START_S, _STARTS = 30.0, 4  # limit of a start: seconds or, if longer, a multiple of the longest start so far
-_SKIPPED = 0.25  # steps at the start of a turn that are not measured, as a fraction of those that are
+_SKIPPED = 0.25  # unmeasured steps at the start of a turn, as a fraction of the measured steps
 _OUTLIERS = 0.1  # fraction of the steps that do not count: the slowest ones, such as those after an evaluation
 _MOST_RESTARTS = 20
 _LATE = "has not taken its steps in time; --seconds gives it more"
@@ -75,12 +75,12 @@ class Setup:
 
 
 class Trial:
-    """A job that tries one setup: it trains while it has the turn, and waits while other trials have it.
+    """A job that tries one setup: it trains during its own turns, and waits during the other trials' turns.
 
     Args:
         setup: Way to train; each turn sets the threads and the optimizer's form anew.
         words: Flags, script and arguments for ``phalanx run``.
-        folder: Folder for its output.
+        folder: Folder for the job's output.
         deadline: Time on the monotonic clock at which the search ends.
 
     Attributes:
@@ -110,7 +110,7 @@ class Trial:
         return self._job.printed
 
     def has_met(self) -> bool:
-        """Return whether every rank has taken its first steps, and read the job's facts once they have.
+        """Return whether every rank has taken its first steps; if so, read the job's facts.
 
         Raises:
             Failed: The job has ended, or can't be measured.
@@ -132,11 +132,11 @@ class Trial:
     def rate(self, setup: Setup, *, counts_samples: bool) -> float:
         """Measure the speed of all ranks together, in samples or steps per second.
 
-        Short turns come before the first turn with a new number of threads, to learn how long a step takes and to let a
-        Trainer decide how to step.
+        Before the first turn with a new number of threads, short turns measure how long a step takes, and let a Trainer
+        choose how to step.
 
         Raises:
-            Failed: The script has failed, or has ended too soon too often.
+            Failed: The script has failed, or has ended too early too many times.
         """
         if setup.threads not in self._step_s:
             has_settled = bool(self._step_s)
@@ -185,10 +185,10 @@ class Trial:
         self._await(self.has_met, _STARTS * self.start_s)
 
     def _await(self, ask: Callable[[], _Answer], least_s: float = _LEAST_PATIENCE_S) -> _Answer:
-        """Return the first non-empty answer; a job that hangs may take only a share of the search.
+        """Return the first non-empty answer; a job that hangs can use up only a share of the time left.
 
         Raises:
-            Failed: There was no answer within `least_s` or that share, whichever is longer.
+            Failed: There was no answer within `least_s` or that share of the time left, whichever is longer.
         """
         now_s = time.monotonic()
         until_s = now_s + max(least_s, (self._deadline - now_s) * _SHARE_OF_PATIENCE)
@@ -205,7 +205,7 @@ class Trial:
         """Return the ranks' answers for a turn, in rank order; an empty list until all have answered.
 
         Raises:
-            Ended: The job has ended before all ranks had answered.
+            Ended: The job ended before all ranks had answered.
             Failed: A rank trains in several processes.
         """
         if problem := self._job.multiprocess:
@@ -213,11 +213,11 @@ class Trial:
         return self._job.told(serial)
 
     def ask_to_end(self) -> None:
-        """Ask the job to end; `end` waits for it."""
+        """Ask the job to end; `end` waits until it has ended."""
         self._job.ask_to_end()
 
     def end(self) -> None:
-        """End the job, and wait until it is gone."""
+        """End the job, and wait until it has ended."""
         self._job.end()
 
 
@@ -225,7 +225,7 @@ def _rate(steps: Sequence[tuple[float, int, float]], usual_samples: float) -> fl
     """Return the speed of a rank's steps, in samples a second, or in steps if `usual_samples` is 0."""
     kept = sorted(steps)[: max(1, round(len(steps) * (1 - _OUTLIERS)))]
     loaded = sum(step[1] for step in kept)
-    # If a script no longer loads anything, it trains on batches that it has kept, of the usual number of samples.
+    # A script that no longer loads anything trains on batches that it has kept, each with the usual number of samples.
     done = (loaded or usual_samples * len(kept)) if usual_samples else len(kept)
     return done / sum(step[0] for step in kept)
 
@@ -239,7 +239,7 @@ class Trials:
         deadline: Time on the monotonic clock at which the search ends.
 
     Attributes:
-        start_s: Longest time that a job has taken to start, in seconds; 0: none has started yet.
+        start_s: Longest time that a job has taken to start, in seconds; 0: no job has started yet.
     """
 
     def __init__(self, words: Sequence[str], folder: str, deadline: float) -> None:
@@ -255,7 +255,7 @@ class Trials:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for trial in self._trials.values():
-            trial.ask_to_end()  # all at once
+            trial.ask_to_end()  # ask all jobs before the first wait, so that they end side by side
         for trial in self._trials.values():
             trial.end()
 
@@ -296,7 +296,7 @@ class Trials:
         return all(trial.facts["samples"] for trial in self._trials.values())
 
     def rate(self, setup: Setup) -> float | None:
-        """Measure a setup once; None if its job has failed."""
+        """Measure a setup's speed once; return None if its job has failed."""
         if setup.job in self._trials:
             try:
                 return self.of(setup).rate(setup, counts_samples=self.counts_samples)

@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
             return _search(words, target, job, limits, settings["json"].value)
     except BrokenPipeError:
         raise
-    except OSError as error:  # there is no room for the trials' output
+    except OSError as error:  # the disk has no space for the trials' output
         print(f"phalanx tune: {error}; TMPDIR names another folder for the trials", file=sys.stderr)
         return 1
 
@@ -134,7 +134,7 @@ def _search(words: Sequence[str], target: Sequence[str], job: Job, limits: Limit
 
 
 def _remember(search: Search, job: Job) -> str:
-    """Save the result for ``phalanx run``; return a line that says so, or why it could not be saved."""
+    """Save the result for ``phalanx run``; return a line for the user about the result."""
     best = search.best
     found = Tuned(
         command=[*job.command[1:]], machine=search.limits.machine.describe(),
@@ -145,14 +145,14 @@ def _remember(search: Search, job: Job) -> str:
         remember(found, file)
     except OSError as error:
         why = f"{file} can't be written ({error.strerror})"
-        return f"phalanx run can't use that by itself: {why}; type the best command"
+        return f"phalanx run can't use that automatically: {why}; type the best command"
     return f"phalanx run uses that for --nproc-per-node auto ({file})"
 
 
 def _leave(number: int, _: Any) -> NoReturn:
     for end in _ENDS:
         signal.signal(end, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
-    raise SystemExit(128 + number)  # on its way out, contexts end the jobs and remove the folders
+    raise SystemExit(128 + number)  # as it propagates, the open contexts end the jobs and remove the folders
 
 
 def _say(text: str) -> None:
@@ -173,7 +173,7 @@ def _refuse(script: str, failure: Failed) -> int:
         advice = "name no port in it, and start no processes of your own: the jobs run side by side, as under torchrun"
         _show(f"- {advice}", sys.stderr)
     elif not failure.code:
-        _show("- what is measured are the steps of an optimizer of torch.optim, in a loop of the script", sys.stderr)
+        _show("- phalanx tune measures the steps of a torch.optim optimizer in a loop of the script", sys.stderr)
     return failure.code or 1
 
 

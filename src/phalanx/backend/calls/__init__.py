@@ -1,4 +1,5 @@
-"""One call of a group: its arguments are checked, the core runs the operation, and a handle tells when that is over.
+"""Calls of a group: checks their arguments, runs the operations in the core, returns handles that report their end.
 
-Start with `ops`, then `collectives`. Nothing here knows whether ranks share a host.
+Start with `ops`, then `collectives`. `tasks` runs operations of groups that span several hosts; the other files treat
+all groups alike.
 """

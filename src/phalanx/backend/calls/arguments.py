@@ -85,7 +85,8 @@ class Arguments(Buffers):
         """Check the call's root, a rank of the group; the error uses the name of the caller's argument."""
         if 0 <= root < self.ranks.size:
             return root
-        # In a group of all ranks the caller may have passed `src`; in a smaller one torch has already translated it.
+        # In a group of all ranks, the caller may have passed `src`. In a smaller group, torch has already translated
+        # `src` into the rank in the group.
         is_world = not dist.is_initialized() or self.ranks.size == dist.get_world_size()
         name = root_name(self.op) if is_world else f"group_{root_name(self.op)}"
         raise ArgumentError(f"{self.where()}: {name} must lie in [0, {self.ranks.size}), got {root}")
@@ -93,7 +94,7 @@ class Arguments(Buffers):
     def each(self, name: str, tensors: Tensors, like: torch.Tensor, *, may_differ: bool = False) -> Tensors:
         """Check that a list has one tensor per rank, with the dtype and size of `like`; return it.
 
-        With `may_differ`, only this rank's own tensor must have that size.
+        If `may_differ` is true, only this rank's own tensor must have the size of `like`.
         """
         self.require_length(name, tensors)
         for i, tensor in enumerate(tensors):
@@ -109,7 +110,7 @@ class Arguments(Buffers):
     def of_root(self, lists: list[Tensors], like: torch.Tensor, *, is_root: bool) -> Tensors:
         """Check the list that only the root of a gather or scatter passes; return it, or an empty list elsewhere."""
         name = f"{self.op}_list"
-        is_given = len(lists) == 1 and (is_root or bool(lists[0]))  # under torchcomms, other ranks pass an empty one
+        is_given = len(lists) == 1 and (is_root or bool(lists[0]))  # under torchcomms, other ranks pass an empty list
         if is_root != is_given:
             argument = root_name(self.op)
             role = {"dst": "destination", "src": "source"}[argument]
@@ -162,7 +163,7 @@ class Arguments(Buffers):
         return tensor.numel() // self.ranks.size
 
     def splits(self, name: str, tensor: torch.Tensor, sizes: list[int]) -> list[int]:
-        """Return the number of elements for each rank; `sizes` counts rows of dimension 0, empty: an even division."""
+        """Return the number of elements for each rank. `sizes` counts rows of dimension 0; if empty, divide evenly."""
         if not sizes:
             return [self.even(tensor)] * self.ranks.size
         rows = tensor.shape[0] if tensor.dim() else 1
@@ -177,7 +178,7 @@ class Arguments(Buffers):
 
 def codes_of(reduce_op: Any) -> tuple[int, int]:
     """Return the kernel and the code of a reduce operation, without a check of the dtype."""
-    # SUM needs no look-up: `reduce_op.op` costs as much as a small message.
+    # SUM skips the look-up, because reading `reduce_op.op` takes as long as a small message.
     return SUM_CODES if reduce_op == RedOpType.SUM else REDUCE_CODES[reduce_op.op]
 
 
@@ -211,12 +212,12 @@ def different_counts(tensors: Tensors) -> list[int] | None:
 
 
 def steps(first: int, step: int, num: int) -> list[int]:
-    """Return the addresses of blocks of one size."""
+    """Return the addresses of `num` adjacent blocks, each of `step` bytes."""
     return [first + i * step for i in range(num)]
 
 
 def offsets(first: int, counts: list[int], item: int) -> list[int]:
-    """Return the addresses of blocks of these sizes."""
+    """Return the addresses of adjacent blocks that hold `counts` elements, each of `item` bytes."""
     return [first + offset * item for offset in accumulate(counts[:-1], initial=0)]
 
 

@@ -1,14 +1,14 @@
 """The collectives of torch.distributed on the core.
 
 Each method has torch's name and arguments. A blocking call (``opts.asyncOp`` false) runs in the calling thread and
-returns None; any other returns a :class:`PhalanxWork`. Ranks are those of the group.
+returns None; any other call returns a :class:`PhalanxWork`. Ranks are numbers in the group.
 
 **Two ways into the core.** `run_plain` takes the tensors themselves: one native call checks that they are plain, alike
 and disjoint, and runs the collective. If anything is unusual (a tensor that is not plain, blocks that differ, an
-overlap, a factor, a mistake) it does nothing and returns False. Then `arguments` checks closely, makes copies where
-needed and explains mistakes, and `run` passes a `Call` (operation, dtype, count, root, reduce operation, split sizes)
-and addresses to the core. Asynchronous calls, which must keep their tensors alive, calls under a profiler, and groups
-on several hosts go straight to this second way.
+overlap, a factor, a mistake), `run_plain` does nothing and returns False. Then `arguments` checks closely, makes copies
+where needed and explains mistakes, and `run` passes a `Call` (operation, dtype, count, root, reduce operation, split
+sizes) and addresses to the core. Only this second way is taken by asynchronous calls (which must keep their tensors
+alive), by calls under a profiler, and by groups that span several hosts.
 
 **Semantics.** PREMUL_SUM multiplies in the tensor's dtype before the sum, as NCCL does. For bool, SUM and MAX are
 `or`, PRODUCT and MIN are `and`. AVG of integers truncates towards zero; AVG of bool is an error. Sparse tensors are
@@ -49,7 +49,7 @@ BARRIER, BROADCAST, ALL_REDUCE, REDUCE, ALL_GATHER, GATHER, SCATTER, REDUCE_SCAT
     Call,
     ("barrier", "broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"),
 )
-"""The collectives, as `run_plain` takes them."""
+"""The collectives, in the form that `run_plain` accepts."""
 
 
 class Blocking:
@@ -70,7 +70,7 @@ class Collectives:
 
     Attributes:
         title: Name of the backend that programs see: ``gloo`` where phalanx replaces Gloo.
-        num_barriers: Number of barriers among the collectives.
+        num_barriers: Number of barriers that this rank has called in the group.
     """
 
     title = "phalanx"
@@ -80,8 +80,8 @@ class Collectives:
         self.ranks = ranks
         self._rank, self._size = ranks.rank, ranks.size
         self._flight = Flight()
-        # torch's DDP uses all_reduces of one element to count the ranks that still train, and keeps only the C++ half
-        # of their works; this keeps the Python half.
+        # To count the ranks that still train, torch's DDP uses all_reduces of one element. DDP keeps only the C++ half
+        # of their works; this deque keeps the Python half alive.
         self._last_of_one: deque[PhalanxWork | None] = deque(maxlen=4)
         self.num_barriers: int = 0
         self._in_event = False  # inside a profiler event that covers several operations
@@ -101,7 +101,7 @@ class Collectives:
         return self._core.run_plain(kind, ins, outs, root, kernel, code, opts.timeout)
 
     def _profiled(self, op: str, inputs: Tensors, settle: Settle | None = None) -> Settle:
-        """Open a profiler event under the backend's name; return a function that settles and closes it."""
+        """Open a profiler event under the backend's name; return a function that calls `settle` and closes it."""
         return profiled(f"{self.title}:{op}", inputs, settle)
 
     def _run(
@@ -114,7 +114,7 @@ class Collectives:
         keep: object = None,
         inputs: Tensors | None = None,
     ) -> PhalanxWork | None:
-        """Run a collective of the core: in this thread, or on the native one if the call is asynchronous.
+        """Run a collective of the core: in this thread, or on the core's own thread if the call is asynchronous.
 
         Args:
             call: Description of the collective.
@@ -127,7 +127,7 @@ class Collectives:
         """
         if is_profiling() and not self._in_event:
             settle = self._profiled(call.op, result if inputs is None else inputs, settle)
-        timeout = opts.timeout  # `self._core` gets no local name: through it, a traceback would keep the core alive
+        timeout = opts.timeout  # no local variable holds `self._core`: a traceback would keep it alive
         if not opts.asyncOp:
             self._core.run(call, *at, timeout, None)
             if settle is not None:

@@ -1,11 +1,11 @@
-"""A temporary extension of a group's timeouts, which ends with the first operation that comes after it.
+"""A temporary extension of a group's timeouts, which ends with the first operation that starts after it.
 
 torch's ``_add_ephemeral_timeout`` adds to the timeout of every operation that starts from now on. The extension ends
-when the first of these is over; operations that have started keep their deadlines. Gloo ignores the call, NCCL obeys
-it.
+when the first of these operations is over; operations that have already started keep their deadlines. Gloo ignores the
+call, NCCL obeys it.
 
-While an extension lasts, `Extended` replaces the core, and restores it afterwards. So operations without an extension
-pay nothing. The alternative, a check in every call, would cost 0.1 us of the call's 4 us.
+While an extension lasts, an `Extended` object stands in for the core, so operations without an extension cost nothing
+extra. The alternative, a check in every call, would take 0.1 us of the call's 4 us.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ class _Blocking:
 
 @dataclass(eq=False)
 class _Extension:
-    """Seconds added to the timeouts until the operation with the handle `until` is over; None: it has not begun yet."""
+    """One extension of the timeouts.
+
+    Attributes:
+        by_s: Seconds that are added to each timeout.
+        until: Handle of the operation with which the extension ends; None until such an operation has begun.
+    """
 
     by_s: float
     until: Any = None
@@ -49,7 +54,7 @@ class Extended:
 
     Args:
         core: Core, or group on several hosts.
-        timeout_s: Timeout of operations that name none, in seconds.
+        timeout_s: Timeout of operations that have none of their own, in seconds.
         restore: Function called with this object once no extension is left.
 
     Attributes:
@@ -60,20 +65,20 @@ class Extended:
         self.core = core
         self._timeout_s = timeout_s
         self._restore = restore
-        self._lock = threading.RLock()  # reentrant: a signal handler may call while its thread holds this
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt the thread that holds it
         self._extensions: list[_Extension] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.core, name)
 
     def extend(self, by_s: float) -> None:
-        """Add an extension, in seconds; several add up."""
+        """Add an extension of `by_s` seconds; several extensions add up."""
         with self._lock:
             self._extensions.append(_Extension(by_s))
             self.set_timeout(self._timeout_s)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the timeout of operations that name none, to which the extensions are added."""
+        """Set the timeout of operations that have none of their own; the extensions are added to it."""
         with self._lock:
             self.core.set_timeout(timeout_s + self._by_s)
             self._timeout_s = timeout_s
@@ -104,12 +109,12 @@ class Extended:
     send_now, recv_now = _message("send_now"), _message("recv_now")
 
     def _start(self, start: Callable[[], Any], has_begun: Callable[[Any], bool]) -> Any:
-        """Start an operation; the extensions added since the last one end with it.
+        """Start an operation. The extensions that were added since the previous operation end with this one.
 
         Args:
-            start: Function that runs it, or returns its handle.
-            has_begun: Function that tells from the result of `start` whether the operation has begun: the core may
-                decline it.
+            start: Function that runs the operation, or starts it and returns its handle.
+            has_begun: Function that returns, given the result of `start`, whether the operation has begun. The core may
+                have declined it.
         """
         with self._lock:
             self._end([one for one in self._extensions if one.until is not None and one.until.done])
@@ -129,7 +134,7 @@ class Extended:
         return value
 
     def _longer(self, timeout: Any) -> Any:
-        """Return a call's own timeout, extended; zero or less stands for the group's, which is extended already."""
+        """Return a call's own timeout, extended. Zero or less means the group's, which is extended already."""
         if not isinstance(timeout, timedelta):
             return timeout + self._by_s if timeout > 0 else timeout
         if timeout <= timedelta(0):

@@ -1,10 +1,10 @@
-"""Operations in flight: keeps each alive until it is over, joins several into one, and reports them to the profiler.
+"""Keeps operations in flight alive until they are over, joins several into one, and reports them to the profiler.
 
 **Memory of an operation that starts.** The core works on addresses in a thread of its own, so the tensors must live
-until the operation is over: the work keeps them, and `Flight` keeps the work. Until the work exists, the calling frame
-keeps the tensors, and must not fail. So everything needed from the core is looked up before the start, since another
-thread may leave the group meanwhile. If a signal handler raises in between, `Flight` keeps the tensors until the group
-is left (`keep_after`).
+until the operation is over: the work keeps the tensors, and `Flight` keeps the work. Between the start of the operation
+and the creation of its work, only the calling frame keeps the tensors, so nothing in this frame may fail. Therefore,
+everything needed from the core is looked up before the start: afterwards, another thread may have left the group. If a
+signal handler raises in between, `Flight` keeps the tensors until this rank leaves the group (`keep_after`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Flight:
         settle: Callable[[], None] | None,
         keep: object,
     ) -> PhalanxWork:
-        """Return the work of an operation that the core has started; keep it until it is over, even if callers drop it.
+        """Return the work of an operation that the core has started.
+
+        The work is kept until the operation is over, even if callers drop it.
 
         Args:
             handle: The core's handle of the operation.
@@ -63,17 +65,17 @@ class Flight:
         return work
 
     def keep_after(self, error: BaseException, memory: object) -> None:
-        """After a start that raised `error`, keep its tensors until the group is left, if the operation may be running.
+        """Keep the tensors of an operation whose start raised `error`, if the operation may be running nevertheless.
 
-        It is not running if the core refused it. It may be running if a signal handler raised, which can happen after
-        the start.
+        They are kept until this rank leaves the group. If the core refused the operation, it is not running. If a
+        signal handler raised the error, the operation may already have started.
         """
         if not isinstance(error, PhalanxError):
             self._kept.append(memory)
 
     def _look(self, works: OrderedDict[PhalanxWork, None]) -> None:
-        """Check the next few works, and drop those that are finished: there may be thousands."""
-        with contextlib.suppress(KeyError):  # another thread may have taken the last
+        """Check the next few works, because there may be thousands, and drop those that are finished."""
+        with contextlib.suppress(KeyError):  # another thread may have taken the last work
             for _ in range(min(_NUM_LOOKS, len(works))):
                 other, _none = works.popitem(last=False)
                 if other.over:
@@ -93,28 +95,28 @@ class Flight:
         return joined(works) if works else finished([])
 
     def wait_for_all(self) -> None:
-        """Wait until each operation that runs now is over; its error is raised by the wait for its work."""
+        """Wait until all operations that are running now are over. Their errors are raised only by their works."""
         for work in list(self._works):
             with contextlib.suppress(Exception):
                 work.wait()
 
     def leave(self) -> None:
-        """Drop everything: a work holds the core, and with it the memory of the group."""
+        """Drop everything, because a work keeps the core alive, and with it the memory of the group."""
         self._has_left = True
         self._leave_works()
         self._kept.clear()
         self._coalescing = None
 
     def _leave_works(self) -> None:
-        with contextlib.suppress(KeyError):  # another thread may have taken the last
+        with contextlib.suppress(KeyError):  # another thread may have taken the last work
             while self._works:
                 self._works.popitem()[0].let_go()
 
 
 class Joined(PhalanxWork):
-    """Several operations as one, which is over when all of them are."""
+    """The work of several operations; it is over when all of them are."""
 
-    _handle = property(lambda self: self._works[-1]._handle, lambda self, _: None)  # the last work's, while it has one
+    _handle = property(lambda self: self._works[-1]._handle, lambda self, _: None)  # that of the last work
 
     def __init__(self, works: list[PhalanxWork], result: Tensors, settle: Callable[[], None] | None = None) -> None:
         super().__init__(None, None, result, settle)
@@ -138,7 +140,7 @@ class Joined(PhalanxWork):
 
     def fulfil(self) -> None:
         for work in self._works:
-            work.is_completed()  # called because it copies results where needed
+            work.is_completed()  # for its side effect: it copies results out of stand-ins
         super().fulfil()
 
 
@@ -148,13 +150,13 @@ def joined(works: list[PhalanxWork]) -> PhalanxWork:
 
 
 def profiled(event: str, inputs: Tensors, settle: Callable[[], None] | None) -> Callable[[], None]:
-    """Open a profiler event with the inputs' shapes; return a function that settles and closes it."""
+    """Open a profiler event with the inputs' shapes; return a function that calls `settle` and closes the event."""
     events = [_torch.begin_event(event, inputs)]
 
     def close() -> None:
         if settle is not None:
             settle()
-        if not events:  # a signal handler closed it
+        if not events:  # a signal handler has closed the event
             return
         events.pop()()
 

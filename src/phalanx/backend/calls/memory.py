@@ -1,11 +1,12 @@
 """The memory that the core reads and writes: a call's tensors if they are plain, otherwise copies.
 
-A tensor is plain if it is dense (`phalanx._torch.tensors`) and its elements lie in one piece. ``csrc/python/tensors.h``
-says how the core checks that in 0.45 us.
+A tensor is plain if it is dense (`phalanx._torch.tensors`) and contiguous, and its memory holds its values themselves
+rather than their negatives or conjugates. ``csrc/python/tensors.h`` explains how the core checks this in 0.45 us.
 
 This module also defines, for all operations, what happens if tensors of a call overlap: all inputs are read before any
 output is written, and outputs are written in the order of their list. Gloo does the same wherever it defines a result.
-Copies are made only where memory overlaps, so a usual call pays one comparison of addresses in the core.
+Copies are made only where memory overlaps, so a call without overlap pays only for a comparison of addresses in the
+core.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     found = plain(tensor.detach())
     try:
         return found.clone()
-    except NotImplementedError:  # torch does not copy integers of less than a byte
+    except NotImplementedError:  # torch can't copy integers smaller than a byte
         return found.view(torch.uint8).clone().view(found.dtype)
 
 
@@ -60,13 +61,13 @@ def addresses_of(tensors: Tensors) -> Addresses:
 
 
 def do_overlap(writes: Tensors, reads: Tensors) -> bool:
-    """Whether the memory of a tensor in `writes` overlaps that of another tensor in `writes` or of one in `reads`."""
+    """Whether any tensor in `writes` shares memory with another tensor in `writes` or with a tensor in `reads`."""
     sizes = [span_bytes(t) for t in writes], [span_bytes(t) for t in reads]
     return _core.overlap(addresses_of(writes), sizes[0], addresses_of(reads), sizes[1])
 
 
 class Buffers:
-    """The memory on which the core works in one call: its tensors, or stand-ins that are copied back at the end.
+    """The memory on which the core works in one call: the call's tensors, or stand-ins that are copied back at the end.
 
     Args:
         ranks: Ranks of the group.
@@ -88,31 +89,32 @@ class Buffers:
         return f"rank {self.ranks.global_ranks[self.ranks.rank]}: {self.op}" + f" at {site}" * bool(site)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the memory in which a tensor is read."""
+        """Return the tensor itself if the core can read its memory, otherwise a plain copy."""
         return tensor if self.are_simple else plain(tensor)
 
     def update(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the memory in which a tensor is read and written."""
+        """Return the tensor itself if the core can read and write its memory, otherwise a copy that is copied back."""
         return tensor if self.are_simple or is_plain(tensor) else self._stand_in(tensor, plain)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a tensor that is copied back at the end."""
+        """Return a plain copy of a tensor; at the end, the copy is copied back to the tensor."""
         return self._stand_in(tensor, lambda tensor: plain(tensor).clone())
 
     def write(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the memory in which a tensor is written."""
+        """Return the tensor itself if the core can write its memory, else an empty stand-in that is copied back."""
         return tensor if self.are_simple or is_plain(tensor) else self._stand_in(tensor)
 
     def move(
         self, sources: Tensors, targets: Tensors, own: tuple[int, int, int] | None = None
     ) -> tuple[tuple[Tensors, Tensors], Addresses, Addresses]:
-        """Return the memory in which `sources` are read and `targets` are written in one call, even if they overlap.
+        """Return the memory that one call reads for `sources` and writes for `targets`, with copies where they overlap.
 
         Args:
             sources: Tensors to read.
             targets: Tensors to write.
-            own: Indices of the source and the target that hold this rank's own block, and the number of bytes from
-                the target to the source if both blocks are the same memory. That overlap is harmless.
+            own: Index of a source, index of a target, and an offset in bytes. If the source begins at this offset from
+                the target, both hold this rank's own block in the same memory, and their overlap is harmless. None:
+                no overlap is harmless.
 
         Returns:
             The tensors to keep until the call is over, the addresses to read, and the addresses to write.
@@ -152,6 +154,6 @@ class Buffers:
     def settle(self) -> None:
         """Copy the results in stand-ins to the call's tensors."""
         for tensor, buffer in self._copies:
-            # The core may write into parameters and inference tensors; so may this copy.
+            # The core can write into parameters and inference tensors, so this copy must be allowed to.
             with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
                 tensor.copy_(buffer)

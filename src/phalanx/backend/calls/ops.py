@@ -1,6 +1,6 @@
 """All operations of a group (collectives, coalesced collectives, messages), and how a rank leaves the group.
 
-The adapters of all torch versions call these. All ranks are numbers in the group.
+The adapters of all torch versions call these methods. Ranks are numbers in the group, not in the world.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp
 from phalanx import _core, _env
 from phalanx._env import seconds
 from phalanx._errors import ArgumentError, CollectiveTimeout, Failure, GroupUnusable, PhalanxError
-from phalanx._torch import is_profiling  # imported by name, because a lookup costs half as much as the call
+from phalanx._torch import is_profiling  # by name: looking it up in its module costs half as much as the call
 from phalanx.backend.calls.arguments import Arguments
 from phalanx.backend.calls.collectives import UNSET, Call, Collectives, Options, Settle
 from phalanx.backend.calls.extension import Extended
@@ -31,8 +31,8 @@ from phalanx.backend.types import DTYPE_CODES, RedOpType
 from phalanx.record.sites import call_site
 from phalanx.rendezvous.launched import note_progress
 
-_WRAPPED = timedelta(days=-100_000)  # a timeout below this was too large for C++ (timedelta.max) and has wrapped
-_TO_BEGIN = 32  # more collectives than any training run makes to compare models and send weights before its first step
+_WRAPPED = timedelta(days=-100_000)  # a timeout below this was too large for C++ (timedelta.max) and wrapped around
+_TO_BEGIN = 32  # collectives; no training run makes more before its first step, to compare models and send weights
 _ABORTED = "abort() was called"
 _AVG = ReduceOp(RedOpType.AVG)
 
@@ -42,14 +42,14 @@ class Operations(Collectives):
 
     Args:
         core: Core group, already joined.
-        segment: Shared memory in which the group lives, kept while it is used.
+        segment: Shared memory of the group, kept until this rank leaves.
         name: Name of the group in messages.
         ranks: Ranks of the group.
         timeout: Timeout of operations that have none of their own; `set_timeout` changes it.
 
     Attributes:
         num_messages: Number of messages that this rank has sent or received.
-        abort_hooks: Functions that run on this rank when the group fails, and that failure once it has happened.
+        abort_hooks: Functions that run on this rank when the group fails; also holds the failure after it has happened.
         name: The argument `name`.
         num_windows: Number of windows that this rank has made.
     """
@@ -64,7 +64,7 @@ class Operations(Collectives):
         self.abort_hooks = AbortHooks(name)
         self.num_messages: int = 0
         self.num_windows: int = 0
-        self._num_exchanges = 0  # on the cores that this rank has left
+        self._num_exchanges = 0  # exchanges on cores that this rank has left
         self._serve_flight()
 
     def _serve_flight(self) -> None:
@@ -107,7 +107,7 @@ class Operations(Collectives):
         return self._done(opts, result)
 
     def _require_apart(self, op: str, targets: Sequence[Tensors], sources: Sequence[Tensors]) -> None:
-        """Check, before the first operation begins, that none writes what another one reads or writes."""
+        """Check, before the first operation begins, that no operation writes memory that another one uses."""
         given = self.arguments(op)
         for tensor in chain(*targets, *sources):
             given.check(tensor)
@@ -145,7 +145,7 @@ class Operations(Collectives):
         return self._pairs("reduce_scatter", self.reduce_scatter_single, outputs, inputs, opts)
 
     def average_coalesced(self, tensors: Tensors, marks: torch.Tensor, *, with_squares: bool) -> float:
-        """Replace `tensors` and `marks` by their means over the ranks; blocks. See `PhalanxGroup.average_coalesced`."""
+        """Replace `tensors` and `marks` by their means over the ranks. See `PhalanxGroup.average_coalesced`."""
         if not is_profiling():
             done = self._core.average_plain(tensors, marks, with_squares, UNSET)
             if done is not None:
@@ -176,7 +176,10 @@ class Operations(Collectives):
         return squares
 
     def monitored_barrier(self, opts: Options, wait_all_ranks: bool = False) -> None:
-        """Block until every rank has called this. Rank 0's error names the first missing rank, or all of them."""
+        """Block until every rank has called this.
+
+        Rank 0's error names the first missing rank or, with `wait_all_ranks`, every missing rank.
+        """
         me = self.ranks.global_ranks[self._rank]
         timeout = self.timeout if opts.timeout == UNSET else opts.timeout
         timeout_ms = int(timeout.total_seconds() * 1000)
@@ -242,14 +245,14 @@ class Operations(Collectives):
     def _started(
         self, op: str, args: tuple[Any, ...], tensors: Tensors, settle: Settle | None = None, keep: object = None
     ) -> PhalanxWork | None:
-        """Start a message with the core's method `op`; return None if the method declined, having done nothing."""
+        """Start a message with the core's method `op`; return None if that method declined and did nothing."""
         self.num_messages += 1
         wait = self._core.wait_request  # looked up first: another thread may leave the group while the message starts
         try:
             request = getattr(self._core, op)(*args)
             if request is None:
                 return None
-            if type(request) is int:  # the peer's rank: the message is already over, as most small ones are
+            if type(request) is int:  # the peer's rank: the message is already over, as is usual for small ones
                 return PhalanxWork(Over(None, request), None, tensors)
             return self._flight.begin(request, wait, tensors, settle, keep)
         except BaseException as error:
@@ -331,7 +334,7 @@ class Operations(Collectives):
         """Leave the group. Peers that still wait for this rank get RankFailed. Idempotent.
 
         Args:
-            why: Error because of which this rank leaves, reported to the peers; empty: none.
+            why: Error that makes this rank leave, reported to the peers; empty if there is none.
         """
         self.note_progress()
         self.abort_hooks.close()
@@ -373,7 +376,7 @@ _LOST = (
 
 
 class Absent:
-    """Stands in for the core of a group that has none; every call raises GroupUnusable."""
+    """Stands in for the core while a group has no core; every call raises GroupUnusable."""
 
     wait_collective = wait_request = None  # callers look these up before the call that raises
     told = False

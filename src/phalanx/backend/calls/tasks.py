@@ -1,4 +1,4 @@
-"""Runs the operations of a group on several hosts in the order of calls, with handles like those of the core."""
+"""Runs the operations of a group that spans several hosts, in the order of the calls; handles are like the core's."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from phalanx import _core
 from phalanx._errors import GroupAborted
 from phalanx.backend.deadlines import END_S, LOOK_S
 
-_MOST_IDLE = 10  # checks outside any ``with`` block after which the watch sleeps
+_MOST_IDLE = 10  # number of checks outside any ``with`` block after which the watch sleeps
 
 
 class Task:
     """A running operation, with the interface of the core's handles.
 
     Args:
-        check: Function that raises in a thread that could never see the operation finish.
+        check: Function that raises if a wait of the calling thread for the operation could never end.
 
     Attributes:
         keep: Tensors that an engine may read and write for this operation. The thread that runs it holds the task, and
-            so the tensors, until the engine has returned, even if the operation was declared over before.
+            so the tensors, until the engine has returned, even if the operation has already been declared over.
     """
 
     keep: object = None
@@ -35,7 +35,7 @@ class Task:
         self.value: Any = None
         self.done = False
         self._error: BaseException | None = None
-        self._changed = threading.Condition()  # reentrant: a signal handler may interrupt its holder
+        self._changed = threading.Condition()  # reentrant: a signal handler may interrupt the thread that holds it
         self._listeners: list[tuple[_core.Completions, int]] = []
 
     def error(self) -> BaseException | None:
@@ -50,12 +50,15 @@ class Task:
         completions.push(number)
 
     def require_reachable(self) -> None:
-        """Raise if the operation is not over and this thread could never see it finish."""
+        """Raise if the operation is still running and can't finish while this thread waits for it."""
         if not self.done:
             self._check()
 
     def wait(self, timeout_s: float = 0) -> bool:
-        """Wait at most `timeout_s` (0: until it is over); return whether it is over. Does not raise its error."""
+        """Wait at most `timeout_s` (0: until the operation is over); return whether it is over.
+
+        The error of the operation is not raised.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: self.done, timeout_s or None)
 
@@ -80,7 +83,7 @@ class _Thread(ABC):
         self._is_closed = False
 
     def _need(self) -> None:
-        """Start the thread, unless closed, or wake it. The caller holds `_changed`."""
+        """Start the thread unless it has started or was closed; wake it if it sleeps. The caller holds `_changed`."""
         if self._thread is None and not self._is_closed:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -105,9 +108,9 @@ class _Thread(ABC):
 
 
 class Watch(_Thread):
-    """Calls `look` periodically while a ``with`` block runs, for waits that can't call it themselves.
+    """Calls `look` periodically while a ``with`` block runs, for a wait in the block that can't call `look` itself.
 
-    Its thread starts with the first block, and sleeps when there has been none for a while.
+    The thread starts with the first block, and sleeps when no block has run for a while.
     """
 
     def __init__(self, look: Callable[[], object]) -> None:
@@ -144,20 +147,20 @@ class Tasks(_Thread):
 
     Args:
         name: Name of the thread.
-        check: Argument `check` of its tasks.
+        check: Argument `check` of each task.
     """
 
     def __init__(self, name: str, check: Callable[[], object]) -> None:
         super().__init__(name)
         self._check = check
         self._queue: deque[tuple[Task, Callable[[], Any]]] = deque()
-        self._runner: int | None = None  # the thread that runs an operation; not a lock, which can't say who holds it
+        self._runner: int | None = None  # thread that runs an operation; a lock could not say which one holds it
         self._waiting: set[int] = set()  # threads that wait for an operation
         self._num_pending = 0
         self.current: Task | None = None  # the task that the thread runs
 
     def begin_here(self) -> bool:
-        """If nothing runs or waits, let the caller run an operation itself, until `end_here`; return whether it may."""
+        """Let the caller run an operation until `end_here` if no other is running or queued; return whether it may."""
         with self._changed:
             if self._is_closed or not self.is_idle:
                 return False
@@ -176,11 +179,11 @@ class Tasks(_Thread):
 
     @property
     def runs_here(self) -> bool:
-        """Whether the calling thread is inside an operation or waits for one; a signal handler asks this."""
+        """Whether the calling thread is inside an operation or waits for one; can be true in a signal handler."""
         return threading.get_ident() in (self._runner, *self._waiting)
 
     def wait(self, task: Task, timeout_s: float) -> bool:
-        """Wait for a task like `Task.wait`."""
+        """Wait for a task, as `Task.wait` does."""
         self._waiting.add(threading.get_ident())
         try:
             return task.wait(timeout_s)
@@ -188,7 +191,7 @@ class Tasks(_Thread):
             self._waiting.discard(threading.get_ident())
 
     def submit(self, work: Callable[[], Any], keep: object = None) -> Task:
-        """Queue an operation; raise GroupAborted once closed, because the thread may have ended."""
+        """Queue an operation. After `close`, raise GroupAborted, because the thread may have ended."""
         task = Task(self._check)
         task.keep = keep
         with self._changed:
@@ -200,7 +203,7 @@ class Tasks(_Thread):
         return task
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` until nothing runs or waits; return whether that is so."""
+        """Wait at most `timeout_s` until no operation is running or queued; return whether that succeeded."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_idle, timeout_s)
 

@@ -1,6 +1,6 @@
 """Handles of running operations, and the threads that fulfil their futures.
 
-Once its operation is over or the group has been left, a handle drops the core and keeps only the outcome, so a
+A handle drops the core and keeps only the outcome once its operation is over or this rank has left the group, so a
 forgotten handle keeps no group alive. The threads that fulfil futures end with the last group.
 ``csrc/process/parking.h`` explains how such threads survive the end of the interpreter.
 """
@@ -33,8 +33,8 @@ class Completer:
 
     The native threads never take the GIL; they push the number of a finished operation into a queue, which these
     threads read. A callback of a future may wait for another future (PowerSGD's does), so there is always one more
-    thread than running callbacks. Callers never take these threads' lock: a signal handler that interrupts a caller may
-    wait for a future, which could then never be fulfilled.
+    thread than running callbacks. Callers never take the lock of these threads. If a caller held the lock, a signal
+    handler that interrupts the caller could wait for a future that the threads could not fulfil without the lock.
     """
 
     def __init__(self) -> None:
@@ -49,17 +49,17 @@ class Completer:
         """Fulfil `work` once `handle` is done."""
         number = next(self._numbers)
         self._works[number] = work
-        if not self._threads:  # two callers may both start a thread; a surplus one ends after its first work
+        if not self._threads:  # two callers may both start a thread; a surplus thread ends after its first work
             self._start_thread()
         handle.notify(self._queue, number)
 
     @property
     def may_end(self) -> bool:
-        """Whether `close` may end the threads: there are some, and they wait for no running operation."""
+        """Whether `close` may end the threads: some exist, and no operation that they wait for is still running."""
         return bool(self._threads) and all(work.over for work in list(self._works.values()))
 
     def fulfil_all(self) -> None:
-        """Fulfil works that ended unnoticed, because the threads had ended."""
+        """Fulfil works whose end was not noticed, because the threads had ended before."""
         while self._works:
             self._works.popitem()[1].fulfil()
 
@@ -67,7 +67,7 @@ class Completer:
         """End the threads, because no group is left."""
         self._queue.close()
         for thread in list(self._threads):
-            if thread is not threading.current_thread():  # a callback may destroy the last group
+            if thread is not threading.current_thread():  # a callback may have destroyed the last group
                 thread.join(timeout=END_S)
 
     def settle(self) -> None:
@@ -90,14 +90,14 @@ class Completer:
             with self._lock:
                 self._num_idle -= 1
                 if self._num_idle == 0:
-                    with contextlib.suppress(RuntimeError):  # from 3.12 on no thread starts while Python ends
+                    with contextlib.suppress(RuntimeError):  # since 3.12, no thread can start while Python ends
                         self._start_thread()
             work = self._works.pop(number, None)
             if work is not None:  # None: `fulfil_all` has taken it
                 work.fulfil()
             del work  # this thread sleeps next, and must not keep the work alive
             with self._lock:
-                if self._num_idle > 1:  # this one is surplus: it was needed only while callbacks waited
+                if self._num_idle > 1:  # this thread is surplus: it was needed only while callbacks waited
                     self._threads.discard(threading.current_thread())
                     return
                 self._num_idle += 1
@@ -125,9 +125,9 @@ _left_in_parent: list[Completer] = []
 
 
 def _begin_anew() -> None:
-    """Start afresh in a forked child, which does not have the threads.
+    """Start afresh in a forked child, which does not inherit the threads.
 
-    The old completer is kept, because destroying a queue on which a thread waited would hang.
+    The old completer is kept, because destroying a queue on which a thread of the parent waits would hang.
     """
     global _completer, _num_forks
     _left_in_parent.append(_completer)
@@ -159,8 +159,8 @@ class PhalanxWork(Work):
 
     Args:
         handle: Handle of the core; None if the operation is over.
-        wait: Function that blocks until the handle is done and raises its error; it returns False after a timeout in
-            seconds (0: none).
+        wait: Function of a handle and a timeout in seconds (0: no timeout). It blocks until the handle is done and
+            raises the operation's error; after the timeout, it returns False.
         result: Tensors of the operation, the value of the future.
         settle: Function that runs after success, before the result is visible; it copies results out of stand-ins.
         keep: Tensors that the core reads or writes, kept until the operation is over.
@@ -193,7 +193,7 @@ class PhalanxWork(Work):
             self.settle_with(settle)
 
     def settle_with(self, settle: Callable[[], None]) -> None:
-        """Add a function to run after success, after earlier ones, and before the result is visible."""
+        """Add a function that runs after success, before the result is visible; earlier functions run first."""
         before, self._settle = self._settle, settle
         if before is not None:
 
@@ -203,8 +203,8 @@ class PhalanxWork(Work):
 
             self._settle = both
         if self._lock is None:
-            # One lock per work, because a signal handler that interrupts its holder may wait for another work;
-            # reentrant, because the handler may finish this one.
+            # One lock per work: a signal handler that interrupts the thread that holds it may wait for another work.
+            # Reentrant: the handler may also finish this work.
             self._lock = threading.RLock()
             self._num_forks = _num_forks
 
@@ -213,7 +213,7 @@ class PhalanxWork(Work):
             is_forked = self._num_forks != _num_forks  # the thread that holds the lock may exist only in the parent
             with contextlib.nullcontext() if is_forked else self._lock:
                 if self._settle is not None:
-                    self._settle()  # a signal handler that interrupts this runs it anew, so all results are copied
+                    self._settle()  # a signal handler that interrupts this call repeats it
                     self._settle = None
         self._keep = None
         release = self._release
@@ -223,11 +223,11 @@ class PhalanxWork(Work):
 
     def _part(self, error: BaseException | None) -> None:
         """Drop the references to the core, because the operation is over; keep its `error`."""
-        self._wait = self._release = None  # before the handle, because `wait` reads them in the other order
+        self._wait = self._release = None  # before the handle is replaced, because `wait` reads the handle first
         self._handle = Over(error, getattr(self._handle, "source", -1))
 
     def let_go(self) -> None:
-        """Drop the references to the core if the operation is over. The thread that waits copies the results."""
+        """Drop the references to the core if the operation is over. A later `wait` copies the results."""
         handle, wait = self._handle, self._wait
         if wait is None:
             return
@@ -249,7 +249,7 @@ class PhalanxWork(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is over; raise its error. A `timeout` of 0 means none, as in torch."""
-        handle, wait = self._handle, self._wait  # in this order, because `_part` clears them in the other
+        handle, wait = self._handle, self._wait  # the handle first, because `_part` replaces it last
         if handle is None:
             return True
         seconds = timeout.total_seconds() if timeout is not None else 0.0
@@ -264,7 +264,7 @@ class PhalanxWork(Work):
             finally:
                 del wait  # a traceback may keep this frame, and must not keep the core with it
             if not is_over:
-                raise TimeoutError(f"the operation is not done after {seconds} s; it goes on, wait for it again")
+                raise TimeoutError(f"the operation is still running after {seconds} s; wait for it again")
         self._finish()
         return True
 
@@ -297,7 +297,7 @@ class PhalanxWork(Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return the future of the result, a list of tensors; waiting for it raises a failure as RuntimeError."""
+        """Return the future of the result, a list of tensors; a wait for it raises a failure as RuntimeError."""
         future = self._future()
         if self._result and self._result[0].dtype is torch.float16 and _is_native(sys._getframe().f_back):
             return _typed()(future, self._result)
@@ -309,8 +309,8 @@ class PhalanxWork(Work):
         if "_futures" in self.__dict__:
             return self._futures[1]
         over: torch.futures.Future = torch.futures.Future()
-        # The error is raised by a callback: C++ code that waits (torch's DistributedDataParallel) sees that as a
-        # failure, whereas set_exception() is seen by Python alone.
+        # A callback raises the error: C++ code that waits (torch's DistributedDataParallel) sees that as a failure,
+        # whereas only Python sees set_exception().
         future = over.then(lambda _: self._outcome())
         untold = [over]
         made = self.__dict__.setdefault("_futures", (untold, future))  # atomic, so no lock is needed
@@ -336,7 +336,7 @@ class PhalanxWork(Work):
 
 
 def _is_native(caller: FrameType | None) -> bool:
-    """Whether C++ code called `get_future`, and not the Python code of the frame `caller`."""
+    """Whether C++ code called `get_future`, rather than the Python code of the frame `caller`."""
     return caller is None or "get_future" not in caller.f_code.co_names
 
 

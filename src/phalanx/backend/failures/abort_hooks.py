@@ -2,13 +2,13 @@
 
 NCCL runs them in its watchdog, and may run them twice for one failure. In Phalanx, the waiting thread itself notices
 the failure, and every failure becomes an exception in one place, `wording.error_of`, which first runs the group's
-hooks. So they run in the thread that is about to raise, once in the life of a group, and also before this rank's own
-``abort()``. A second thread that meets the failure waits for the hooks to finish, because its exception may end the
-process. The other ranks do not wait for the hooks: within a host, the core publishes the failure in shared memory
-before Python learns of it.
+hooks. So the hooks run in the thread that is about to raise, once in the life of a group. They also run before this
+rank's own ``abort()``. A second thread that meets the failure waits for the hooks to finish, because its exception may
+end the process. The other ranks do not wait for the hooks: within a host, the core publishes the failure in shared
+memory before Python learns of it.
 
-The core knows its group by name only, so hooks are looked up by name, as `core_failures` does for groups on several
-hosts.
+A failure that the core reports names the group but does not refer to its objects. So the hooks of a group are looked up
+by its name, as `core_failures` looks up the members of groups on several hosts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx._text import class_and_message
 from phalanx.backend.deadlines import HOOKS_S
 
 _ELSEWHERE = frozenset({"forked", "nested", "nested_wait", "destroyed"})
-"""Kinds of failure that run no hooks: the group itself goes on, or this rank has left it."""
+"""Kinds of failure for which no hooks run: the group itself continues, or this rank has left it."""
 
 _of_group: weakref.WeakValueDictionary[tuple[int, str], AbortHooks] = weakref.WeakValueDictionary()
 
@@ -48,7 +48,7 @@ class AbortHooks:
         _of_group[os.getpid(), group] = self
 
     def register(self, hook_id: int, hook: Callable[[], object]) -> None:
-        """Have `hook()` run before a failure of the group is raised; it replaces a hook with the same id.
+        """Register a function to be called before a failure of the group is raised; replaces a hook with the same id.
 
         Raises:
             TypeError: `hook` can't be called.
@@ -64,7 +64,8 @@ class AbortHooks:
     def meet(self, failure: Failure) -> None:
         """Note the failure of the group if it is the first, and run all hooks once, in the order of their ids.
 
-        Raises nothing: native code waits for the error, and a hook may fail because it examines a failed group.
+        Raises nothing, because native code waits for the failure's own error. A hook that examines the failed group may
+        itself fail; its error is printed.
         """
         self.failure = self.failure or failure
         if not self._lock.acquire(timeout=HOOKS_S):  # a hook that hangs in another thread must not hold back the error

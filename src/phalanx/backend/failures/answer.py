@@ -1,4 +1,4 @@
-"""Runs ``phalanx why`` during a long wait, in a separate process, while this rank goes on waiting.
+"""Runs ``phalanx why`` during a long wait, in a separate process, while this rank continues to wait.
 
 The answer is printed after the report of the stall, noted in the black box, and becomes part of the error if the wait
 times out. The report itself does not wait for the answer. In the default group, only the lowest waiting rank asks; a
@@ -23,7 +23,7 @@ _answers: dict[tuple[str, str, int], str] = {}
 
 
 def ask_about(failure: Failure, waited_s: float) -> None:
-    """Ask in the background why an operation waits, unless another rank does so or it is too early."""
+    """Ask in the background why an operation waits, unless it is too early or another rank asks."""
     key = _key(failure)
     if waited_s < ASK_WHY_S or key in _answers or not is_first(failure):
         return
@@ -42,7 +42,7 @@ def _key(failure: Failure) -> tuple[str, str, int]:
 
 
 def is_first(failure: Failure) -> bool:
-    """Whether this rank is the lowest waiting one. That is known only in the default group; in others, return True."""
+    """Whether this rank is the lowest waiting one; True for all groups but the default one, where this is unknown."""
     return failure.group != "default" or set(range(failure.rank)) <= set(failure.ranks)
 
 

@@ -1,4 +1,4 @@
-"""Turns failures and stalls that the core reports into Python values: names for codes, None for "none"."""
+"""Turns failures and stalls that the core reports into Python values: codes into names, and "not known" into None."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def report_core_stall(facts: dict[str, Any], waited_s: float) -> None:
     """Print which ranks an operation of the core has waited for."""
     failure = _failure_of_core(facts)
     if (members := _bridged.get((os.getpid(), failure.group))) is not None:
-        if failure.seq:  # a step of a collective that the group reports itself, under the name that the user knows
+        if failure.seq:  # a step of a collective, which the group itself reports under the name that the user knows
             return
         failure = members.locate(failure)
     report_stall(failure, waited_s)

@@ -14,7 +14,7 @@ _Some = TypeVar("_Some", bound=Peer)
 
 
 class Ranks(NamedTuple):
-    """This rank's number in a group, the number of its ranks, and each one's rank in the world."""
+    """This rank's number in a group, the number of ranks in the group, and the rank of each of them in the world."""
 
     rank: int
     size: int

@@ -4,7 +4,7 @@
 sentence: kind, rank, operation, the culprits with process and host, what each awaited rank is doing, what each rank
 called. The core throws it, ranks on several hosts share it as JSON, stall reports are made from it, and the exception
 carries it. Only this module turns it into sentences, on the rank that raises, so nothing ever parses text that was
-written for people. A failure that comes from another process is checked against the types of the fields.
+written for people. A failure received from another process is checked against the types of the fields.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _FEWER_CALLS = (
     "If it printed no error, it made fewer calls: look for one under a condition that only some ranks meet "
     "(if rank == 0), or give every rank equally many batches (DistributedSampler, drop_last=True; or join())."
 )
-_LATER = "Pass a larger timeout to init_process_group if that is slow but right."
+_LATER = "Pass a larger timeout to init_process_group if a wait this long is expected."
 _NO_SIGNAL = (
     "Each wait_signal() needs a signal() by that rank: have one of them signal before it waits, or pass a larger "
-    "timeout to init_process_group if the signal is slow but comes."
+    "timeout to init_process_group if the signal is merely late."
 )
 _BREAK = (
     "Have one of them make the matching call first, or start all messages before any wait: "
     "batch_isend_irecv, or isend and irecv."
 )
 _OF_A_THREAD = (
-    "A thread that runs no line of the script has called here, while others use the group: two threads that share a "
-    "group mix their calls. Give each a group of its own: new_group()."
+    "A thread that is not running the script made one of these calls while others use the group: two threads that "
+    "share a group mix their calls. Give each a group of its own: new_group()."
 )
 _OTHER_GROUPS = (
     "These ranks wait in groups of different names, which never meet. Make all groups in the same order on every rank; "
@@ -77,14 +77,18 @@ _reported: dict[str, tuple[str, int]] = {}
 
 
 def report_due_s(num_reports: int, stall_s: float) -> float:
-    """Return how long a wait must have lasted for its next report; the intervals grow."""
+    """Return how long a wait must have lasted before its next report.
+
+    The first report is due after `stall_s`, the second 3 times `stall_s` later, and each further one 6 times `stall_s`
+    after the previous one.
+    """
     return stall_s * (6 * num_reports - 2 if num_reports else 1)  # 10, 40, 100, 160 s if `stall_s` is 10
 
 
 def report_stall(failure: Failure, waited_s: float) -> None:
-    """Print that an operation is waiting, for which ranks, and what each of them is doing; later reports add why.
+    """Print that an operation is waiting, for which ranks, and what each of them is doing; then ask why (`answer`).
 
-    Every rank reports a wait once. If it is known which rank is the lowest waiting one, only that rank repeats it.
+    Every rank reports a wait once. If it is known which rank is the lowest waiting one, only that rank reports again.
     """
     call = failure.op, failure.seq
     if _reported.get(failure.group) == call and not is_first(failure):
@@ -294,7 +298,7 @@ def _rank_ended(failure: Failure) -> str:
 
 def _is_victim_of(failure: Failure, how: str) -> str:
     culprit = _culprit(failure)
-    return f": {describe(culprit)} {how}{_look_at(culprit)}; this rank is only its victim."
+    return f": {describe(culprit)} {how}{_look_at(culprit)}; this rank failed only as a consequence."
 
 
 def _rank_left(failure: Failure) -> str:
@@ -314,7 +318,7 @@ def _rank_lost(failure: Failure) -> str:
         is_one_host = {peer.host for peer in failure.culprits} == set(failure.hosts[:1])
         are = "is" if is_one_host else "are"
         text = f"{_by_host(failure)} {are} not responding: their processes have ended, or the network is broken"
-    text += "\nLook at what was printed there last; this rank is only its victim."
+    text += "\nLook at what was printed there last; this rank failed only as a consequence."
     if failure.rank in failure.ranks and failure.by is not None:
         text += f"\nThis process runs: {describe(failure.by)} has lost the connection to it."
     return f": {text}"
@@ -371,7 +375,7 @@ def _interrupted(failure: Failure) -> str:
 
 def _destroyed(failure: Failure) -> str:
     who = "this rank" if failure.by is None else _reporter(failure)
-    return f": {who} destroyed the group while operations were on their way"
+    return f": {who} destroyed the group while operations were in flight"
 
 
 def _unusable(failure: Failure) -> str:
@@ -405,7 +409,7 @@ def _no_memory(failure: Failure) -> str:
 
 def _system(failure: Failure) -> str:
     if failure.by is not None and failure.op not in _MEETINGS:
-        return f": {_reporter(failure)} met an error of its system and ended the group{_look_at(failure.by)}."
+        return f": {_reporter(failure)} hit a system error and ended the group{_look_at(failure.by)}."
     if failure.errno in (errno.EMFILE, errno.ENFILE):
         return f": no file descriptor is left ({failure.detail}); raise the limit of open files (ulimit -n)"
     if failure.errno == errno.EAGAIN:

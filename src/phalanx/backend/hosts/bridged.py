@@ -1,8 +1,8 @@
 """The group of ranks on several hosts. To `Operations` it looks like a group of the core.
 
-**The tensors of an asynchronous call live as long as the engine (Gloo or MPI) may use them**, even if the call was
-declared over and its group left: the task keeps the tensors, and the thread inside the engine keeps the task. They are
-released once the engine has closed its end of each connection.
+**The tensors of an asynchronous call live as long as the engine (Gloo or MPI) may use them**, even if the call has been
+declared over and this rank has left the group: the task keeps the tensors, and the thread inside the engine keeps the
+task. The tensors are released once the engine has closed its end of each connection.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class BridgedGroup:
 
     Args:
         core: Core group of this host's ranks.
-        hosts: Ranks of the group by host, each in ascending order.
+        hosts: Ranks of the group by host, in ascending order on each host.
         members: Identity of the group's ranks.
-        rail: Channel to the ranks with this rank's number on their hosts, in the order of hosts; None: some host has
-            too few ranks.
+        rail: Channel to the ranks that have the same local number on their hosts as this rank, in the order of hosts;
+            None if some host has too few ranks.
         everyone: Channel to all ranks of the group.
         failures: Handler of failures, which ends the group on all hosts.
         timeout_s: Timeout of operations that have none of their own.
@@ -60,7 +60,8 @@ class BridgedGroup:
         self._core, self._members = core, members
         self._failures = failures
         self._timeout_s, self._stall_s = timeout_s, stall_s
-        self.address: str = getattr(everyone, "address", "")  # this rank's, for another engine beside this one
+        # Address of this rank, for the Gloo group that verifies this group.
+        self.address: str = getattr(everyone, "address", "")
         self._steps = Steps(core, hosts, members.rank, rail, everyone)
         self.seq = self.issued = 0
         self._tasks = Tasks("phalanx-bridge", self._check_reach)
@@ -109,7 +110,7 @@ class BridgedGroup:
     recv_plain = send_now = recv_now = average_plain = send_plain
 
     def run(self, call: _core.Call, ins: list[int], outs: list[int], timeout: timedelta, site: str | None) -> Any:
-        """Run a collective in this thread; if it has a site, start it on the group's thread and return its task."""
+        """Run a collective in this thread; if `site` is given, start it on the group's thread and return its task."""
         return self._run(call, timeout, site, lambda running: self._steps.perform(running, ins, outs))
 
     def all_reduce_pieces(
@@ -156,7 +157,7 @@ class BridgedGroup:
             raise running.explain(error) from None
 
     def _perform(self, running: Running, work: Callable[[Running], Any]) -> Any:
-        if self._failures.ended:  # since the call was made
+        if self._failures.ended:  # the group ended after the call was made
             raise running.explain(GroupAborted("the group has ended"))
         self.seq += 1
         running.seq = self.seq
@@ -192,7 +193,7 @@ class BridgedGroup:
         self._failures.refuse_nested(op, call_site(), interrupted)
 
     def wait_collective(self, task: Task, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` for a task (0: until it is over); return whether it is over. Raises its error."""
+        """Wait at most `timeout_s` for a task (0: until it is over); return whether it is over; raise its error."""
         task.require_reachable()
         try:
             while not self._tasks.wait(task, timeout_s or LATE_S):
@@ -211,7 +212,7 @@ class BridgedGroup:
         return True
 
     def _look_unless_ended(self) -> None:
-        if (running := self._current) is not None and not self._failures.ended:  # once it has, waits end by themselves
+        if (running := self._current) is not None and not self._failures.ended:  # after its end, waits end on their own
             running.look()
 
     # ---- messages and life -----------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ class BridgedGroup:
         if self._failures.is_forked:  # destroying an engine whose threads stayed in the parent would hang
             _keep_for_ever(self)
             return
-        may_wait = not self._tasks.runs_here  # False in a signal handler: the call that it interrupted can't finish
+        may_wait = not self._tasks.runs_here  # in a signal handler, the interrupted call can't finish
         if may_wait and not why:
             self._tasks.drain(END_S)
         self._failures.leave()
@@ -246,10 +247,11 @@ class BridgedGroup:
             _keep_for_ever(self)
 
     def _release(self) -> bool:
-        """Free the engine's threads, connections and memory, even if references remain; return False if it is busy.
+        """Free the engine's threads, connections and memory, even if references remain.
 
-        The engine is busy while a call in another thread uses it, and Gloo may never end a receive that a lost
-        connection has interrupted. `leave` tries a busy engine again when it leaves the next group.
+        Return False if the engine is busy: while a call in another thread uses it, possibly for ever, because Gloo may
+        never end a receive that a lost connection has interrupted. `leave` retries a busy engine the next time this
+        process leaves a group.
         """
         is_quiet = self._tasks.is_idle and self._tasks.is_over and self._landings.is_over and self._messages.is_over
         if not is_quiet or not self._failures.release():

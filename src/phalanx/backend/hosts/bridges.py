@@ -1,8 +1,8 @@
 """Connects the hosts of a new group: finds each rank's address, checks that all are reachable, starts the engine.
 
 A rank listens on the address of the interface through which it reaches the master, or on the interface that
-GLOO_SOCKET_IFNAME names. Gloo by itself would resolve the host's own name, which on Debian is 127.0.1.1. Loopback
-between hosts is refused, and the error names the address to use instead.
+GLOO_SOCKET_IFNAME names. Gloo's own default is the address of the host's name, which on Debian is 127.0.1.1. Loopback
+between hosts is refused, and the error says how to set another address.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def bridge(
     """Connect the hosts and return the group of all ranks.
 
     Args:
-        hellos: Hello of each rank.
+        hellos: Hello of each rank, see `meeting`.
         hosts: Ranks of the group by host.
         core: Core group of this host's ranks.
 
@@ -109,7 +109,8 @@ class _Mpi:
 class _Gloo:
     """Connects ranks through Gloo, once each has proved that it reaches the others.
 
-    Gloo must not fail to connect: it would free connections that a late peer still finds, and crash the process.
+    Gloo must not fail to connect: it would free connections that a late peer can still use, and the process would
+    crash.
     """
 
     def __init__(self, meeting: Meeting, members: Members, address: str, silence_s: float) -> None:
@@ -124,7 +125,7 @@ class _Gloo:
             raise
 
     def _reach(self, members: Members) -> None:
-        """Check that every rank reaches every rank of the other hosts; if not, all raise the same error."""
+        """Check that every rank reaches every rank of the other hosts; otherwise, all ranks raise the same error."""
         meeting = self._meeting
         others = [r for r in self.boxes if members.hosts[r] != members.hosts[members.rank]]
         names = [self.boxes[r] for r in others]
@@ -191,7 +192,7 @@ def address_towards(master: str, *, is_one_network: bool) -> str:
     """Return the address at which other ranks reach this one: that of the interface towards the master.
 
     Args:
-        master: Host of the store; empty if it has none.
+        master: Host that serves the store; empty if no host does.
         is_one_network: Whether all ranks may use loopback.
 
     Raises:

@@ -1,7 +1,7 @@
 """Channels that carry bytes between hosts: an existing engine (Gloo or MPI) behind one small interface.
 
-A channel joins some ranks of a group and numbers them. An operation is over once its handle's ``is_completed()`` says
-so. If ``wait(timeout)`` times out before that, it raises RuntimeError.
+A channel joins some ranks of a group and numbers them. An operation is over once ``is_completed()`` of its handle
+returns True. If ``wait(timeout)`` times out before that, it raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from phalanx.host.processes import open_files
 from phalanx.wire.messages import understand
 from phalanx.wire.waiting import wait_until
 
-# Without the wrapper of `record.gloo`, whose frame would keep the work alive.
+# The wrapper of `record.gloo` is bypassed, because its frame would keep the work alive.
 wait_for_gloo = inspect.unwrap(Work.wait)
-_making = threading.Lock()  # one at a time: a channel's connections are those that were opened while it was made
+# Channels are made one at a time: a channel regards all connections that are opened while it is made as its own.
+_making = threading.Lock()
 
 
 class Handle(Protocol):
@@ -57,18 +58,19 @@ class Channel(Protocol):
         self, out: torch.Tensor, source: torch.Tensor, out_bytes: Sequence[int], in_bytes: Sequence[int],
         limit: timedelta,
     ) -> Handle:  # fmt: skip
-        """Send ``in_bytes[i]`` bytes of `source` to rank i, part by part, and receive ``out_bytes[i]`` into `out`.
+        """Send part i of `source` to rank i, and receive part i of `out` from it.
 
-        The handle may be waited for several times, each with a timeout; no wait lasts beyond `limit`.
+        Parts follow each other in memory; part i has ``in_bytes[i]`` bytes in `source` and ``out_bytes[i]`` in `out`.
+        Callers may wait for the handle several times, each time with a timeout; no wait lasts longer than `limit`.
         """
         ...
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Handle:
-        """Send a message; the handle may be waited for once, by a thread that can be abandoned."""
+        """Send a message. Only one wait for its handle is allowed, in a thread that can be abandoned."""
         ...
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Handle:
-        """Receive a message of exactly this size; the handle is like that of `send`."""
+        """Receive a message of exactly the size of `tensor`; the handle is like that of `send`."""
         ...
 
     def close(self) -> None:
@@ -76,18 +78,18 @@ class Channel(Protocol):
         ...
 
     def drain(self, handles: Sequence[Handle]) -> None:
-        """After `close`, wait at most a second until the engine no longer touches the memory of these handles."""
+        """Wait after `close`, for at most a second, until the engine no longer touches the memory of these handles."""
         ...
 
     def destroy(self) -> bool:
-        """After `close`, free the engine, unless it is still busy; return whether it was freed."""
+        """Free the engine after `close`, unless the engine is still busy; return whether it was freed."""
         ...
 
 
 class _GlooHandle:
-    """A handle of Gloo, which drops Gloo's own object when its channel is destroyed.
+    """A handle of Gloo, which drops Gloo's own work when its channel is destroyed.
 
-    So a reference to the handle, say in a traceback, keeps no connection open.
+    So a reference to the handle, such as one in a traceback, keeps no connection open.
     """
 
     def __init__(self, work: Any) -> None:
@@ -114,10 +116,10 @@ class GlooChannel:
     Args:
         store: Store for this channel alone.
         rank: This rank's number in the group.
-        ranks: Numbers in the group of the channel's ranks, in the channel's order.
+        ranks: The channel's ranks, in the channel's order, each by its number in the group.
         address: Address at which the other ranks reach this one.
         timeout_s: Seconds allowed for connecting.
-        silence_s: Seconds without an answer from the other kernel after which a connection is lost.
+        silence_s: A connection counts as lost if the peer's kernel has not answered for this many seconds.
 
     Attributes:
         address: The argument `address`.
@@ -137,7 +139,7 @@ class GlooChannel:
         self.address = address
         self.inodes = {
             inode for inode, _ in self._fresh
-        }  # known by inode, because a descriptor's number may be reused after the engine has closed it
+        }  # identified by inode, because a descriptor's number may be reused after the engine has closed it
         self._options = c10d.AllToAllOptions()
         self._handles: weakref.WeakSet[_GlooHandle] = weakref.WeakSet()
         self._last: Handle | None = None  # the last exchange, the only one that may still run on an engine's thread
@@ -147,7 +149,7 @@ class GlooChannel:
     def _identify(
         self, store: Store, rank: int, ranks: list[int], timeout_s: float, silence_s: float
     ) -> dict[int, Link]:
-        """Return the connection to each rank, recognised by the addresses at its ends."""
+        """Return the connection to each rank; the addresses at its two ends identify it."""
         opened = [fd for target, fd in self._fresh if target.startswith("socket:")]
         made = [connection for fd in opened if (connection := duplicate(fd)) is not None]
         store.set(f"links/{rank}", json.dumps(sorted({_name(connection.getsockname()) for connection in made})))
@@ -198,9 +200,10 @@ class GlooChannel:
             link.shut()
 
     def drain(self, handles: Sequence[Handle]) -> None:
-        """Wait until Gloo has closed the descriptors of its connections; then it no longer touches messages' memory.
+        """Wait until Gloo has closed the descriptors of its connections and no longer touches the memory of messages.
 
-        The handles must stay alive until then, but can't tell when: Gloo forgets interrupted receives.
+        Until then, the handles must stay alive. They can't report that Gloo is done, because Gloo forgets interrupted
+        receives.
         """
         own = {link.fileno() for link in self.links.values()}
         held = {target for fd, target in open_files().items() if fd in own}
@@ -234,7 +237,8 @@ def _let_go() -> None:
     with open(os.devnull) as nothing:
         for inode, fd in sockets():
             if inode in inodes:
-                os.dup2(nothing.fileno(), fd, inheritable=False)  # not closed: the engine may close this number later
+                # Not closed, because the engine may later close this number, which must not be another file's by then.
+                os.dup2(nothing.fileno(), fd, inheritable=False)
 
 
 os.register_at_fork(after_in_child=_let_go)

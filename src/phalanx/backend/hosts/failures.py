@@ -1,16 +1,16 @@
 """Ends a group on several hosts with one shared failure, the same on every rank.
 
-The first rank that meets a failure writes it into the group's store unless one is there (``compare_set``), ends the
-core group on its host and closes its connections. That wakes the watchers of the other ranks, threads that sleep in
-``poll`` even while the rank computes. They read the failure and end the group; the rank raises it at its next
-operation, which the message names first. If no failure was written, because a whole host has vanished, the ranks whose
-connections have ended are the culprits. Rank 0, which may serve the store, stays up to half a second longer, so that
-the others can read the failure. If the store is gone with the rank that served it, the failure goes to the other ranks'
-mailboxes (see `mailbox`).
+The first rank that meets a failure writes it into the group's store unless the store already holds one
+(``compare_set``), ends the core group on its host and closes its connections. The closed connections wake the watchers
+of the other ranks: threads that sleep in ``poll`` while the rank computes. The watchers read the failure and end the
+group. Each rank then raises the failure at its next operation, and its message begins with that operation. If no
+failure was written, because a whole host has vanished, the ranks whose connections have ended are the culprits. Rank 0,
+which may serve the store, stays up to half a second longer, so that the other ranks can read the failure. If the store
+has ended together with the rank that served it, the failure goes to the other ranks' mailboxes (see `mailbox`).
 
 **Stalls and timeouts** are reported for the call that the user made. A rank that has waited in a call for a second says
-so in the group's store; a rank that has not said so counts as missing, on this host or another. The core's own reports
-know only one host and the steps of a call, so only those about messages are shown.
+so in the group's store; a rank that has not said so counts as missing, on this host or another. The core knows only one
+host and only the steps of a call, so its reports are dropped except those about messages.
 
 **Nothing is left after the last group.** A rank that leaves ends its threads and releases the engine, the connections
 and the memory explicitly, because something may still refer to the group: a traceback holds frames, and frames hold
@@ -53,7 +53,7 @@ class Failures:
     Args:
         store: Store of this group alone.
         members: Identity of the ranks.
-        mailbox: This rank's mailbox, where others leave a group failure once the store is gone; None: it has none.
+        mailbox: This rank's mailbox, where other ranks leave a group failure if the store is gone; None with MPI.
         boxes: Names of the other ranks' mailboxes, by rank.
     """
 
@@ -69,7 +69,7 @@ class Failures:
         self._pid = os.getpid()
         self._lock = threading.RLock()  # reentrant: a signal handler may abort or leave while its thread holds this
         self._group_failure: Failure | None = None
-        self._has_ended = False  # True while `_group_failure` is None: this rank has left the group normally
+        self._has_ended = False  # if True while `_group_failure` is None, this rank has left the group normally
         self._unreachable: set[int] = set()  # ranks whose mailboxes can't be reached; filled when the group ends
         self._has_lingered = False
         self._is_raised = False  # whether an operation of this rank has raised the group failure
@@ -89,7 +89,10 @@ class Failures:
         self._watcher = Watcher([item for channel in channels for item in channel.links.items()], self._notice)
 
     def _notice(self, rank: int) -> None:
-        """End the group because the connection to a rank (-1: to any) has ended, unless the rank left normally."""
+        """End the group because the connection to `rank` has ended, unless that rank left normally.
+
+        If `rank` is -1 (connections can't be watched), end the group if another rank has ended it.
+        """
         if self._has_ended or (rank < 0 and not self._is_told()):
             return
         if rank >= 0 and (
@@ -112,7 +115,7 @@ class Failures:
         return self._has_ended
 
     def check(self, op: str) -> None:
-        """Raise GroupUnusable in a forked child, and once this rank has left the group or raised its failure."""
+        """Raise GroupUnusable in a forked child, or if this rank has left the group or raised the group failure."""
         self.require_own_process(op)
         if self._has_ended and (self._is_raised or self._group_failure is None):
             raise self._unusable(op)
@@ -144,13 +147,13 @@ class Failures:
         """End the group on all hosts and return the error that this rank raises.
 
         Args:
-            error: Error that this rank has met, perhaps a consequence of another rank's.
+            error: Error that this rank has met, perhaps a consequence of another rank's error.
             op: Operation of this rank.
             seq: Number of its collective; 0 for a message.
             site: Line of its call.
             call: Call that this rank has made; None for a message.
         """
-        # Before a rank closes a connection or ends the core group, it writes why. So look for that failure first.
+        # A rank writes its failure before it closes a connection or ends the core group. So look for a failure first.
         is_consequence = isinstance(error, RuntimeError) and not isinstance(error, PhalanxError)
         shared = self._end(
             lambda: self._cause_of(error, op, seq, site, call),
@@ -195,7 +198,7 @@ class Failures:
         self.notices.note_told()
 
     def _linger(self) -> None:
-        """Give the others time to read the group failure before this rank, which may serve the store, ends.
+        """Give the other ranks time to read the group failure before this rank, which may serve the store, ends.
 
         Every thread that has met the failure waits here, because any of them may end the process.
         """
@@ -224,7 +227,7 @@ class Failures:
         )
 
     def _lost_connection(self, why: str) -> Failure:
-        """Return a failure that blames the ranks whose connections have ended, unless there is a group failure."""
+        """Return the group failure if there is one, else one that blames the ranks whose connections have ended."""
         members = self.members
         lost = self._lost()
         # A rank that closes a connection because of a failure has first written the failure.
@@ -295,7 +298,7 @@ class Failures:
         return self.too_late(op, seq, timeout_s, absent, "other ranks")
 
     def too_late(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> PhalanxError:
-        """Return the error for a wait that the `absent` ranks did not join; if none are known, it names `others`."""
+        """Return the error for a wait that the `absent` ranks did not join; it names `others` if `absent` is empty."""
         return error_of(self._missing(op, seq, timeout_s, absent, others))
 
     def _missing(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> Failure:
@@ -336,7 +339,7 @@ class Failures:
         self.notices.close()
 
     def release(self) -> bool:
-        """After `leave`, free the connections, unless a call still uses an engine; return whether they were freed."""
+        """Free the connections after `leave`, unless a call still uses an engine; return whether they were freed."""
         self._core = None
         self._channels = [channel for channel in self._channels if not channel.destroy()]
         if self._channels:

@@ -1,9 +1,9 @@
-"""Forms a group: ranks write a hello into the store, those of one host map one segment, and a bridge joins the hosts.
+"""Forms a group: ranks write a hello into the store, ranks of one host map one segment, and a bridge joins the hosts.
 
 At first, the hellos only claim which ranks share a host. The first rank of each supposed host then offers a segment,
-and a rank proves that it is there by mapping it. A process of another user or in another network namespace can't map
-it, and counts as a host of its own. A segment file that is too short for its contents, or that may still shrink, is
-refused before it is touched.
+and the other ranks prove that they are on this host by mapping the segment. A process of another user or in another
+network namespace can't map it, and counts as a host of its own. A segment file that is too short for its contents, or
+that may still shrink, is refused before it is touched.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from phalanx.wire.store import JsonStore
 _AGREED = ("one_shot_bytes", "chunk_bytes")  # settings that determine where ranks find each other's data
 _ELSEWHERE = (errno.ECONNREFUSED, errno.EACCES)  # another network namespace, another user: counts as another host
 
-# Segments that this process maps, by nonce: a later group uses one that its members already share.
+# Segments that this process maps, by nonce: a later group uses a segment that all its members already map.
 _segments: weakref.WeakValueDictionary[str, _core.Segment] = weakref.WeakValueDictionary()
 
 
@@ -42,12 +42,13 @@ class Joined:
     """Result of `join_group`, once all ranks of the group have joined.
 
     Attributes:
-        core: The group: the core's, or on several hosts a `BridgedGroup`.
+        core: Group of the core, or a `BridgedGroup` if the ranks are on several hosts.
         segment: Segment of this host.
         store: Store for all further exchange between these ranks; it holds nothing from an earlier group.
         processes: Members on this host by rank in the world, for further groups of these ranks.
-        life: Name of this life of the group, which only these ranks have.
+        life: Name of this life of the group, which only these ranks know.
         num_groups: Largest number of groups that torch has counted in any of these processes.
+        settings: Settings of the group on this rank.
     """
 
     core: Any
@@ -89,7 +90,7 @@ def join_group(
         prepare: Function called before this rank says hello. If it raises, the other ranks raise the same error.
 
     Raises:
-        CollectiveTimeout: A rank did not join in time; `ranks` names it.
+        CollectiveTimeout: A rank did not join in time; the error's `ranks` names it.
         RankFailed: A rank of this host died before it joined.
         PhalanxError: A rank can't join and says why, ranks can't share memory, or hosts can't reach each other.
         ValueError: A setting or the timeout of this rank is out of its range.
@@ -116,7 +117,7 @@ def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment, int
         raise ValueError(
             f"{variable_of('verify')}={settings.verify} needs Gloo, which this torch is built without; unset it"
         )
-    segments = dict(_segments)  # keeps those that this rank says it maps, until it has joined
+    segments = dict(_segments)  # keeps the segments that the hello names until this rank has joined
     hellos, place = meeting.gather(_hello(settings), _place)
     _check(hellos, meeting)
     hosts = _hosts_by_word(hellos)
@@ -153,7 +154,7 @@ def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment, int
 
 
 def whoami(settings: Settings) -> dict[str, Any]:
-    """Return the facts about this process that other ranks need before they can meet it."""
+    """Return the facts about this process that other ranks need before they can meet this process."""
     return {
         "process": _core.identity(),
         "host": settings.host or os.uname().nodename,
@@ -194,7 +195,7 @@ def _check(hellos: list[dict[str, Any]], meeting: Meeting) -> None:
 
 
 def _hosts_by_word(hellos: list[dict[str, Any]]) -> list[list[int]]:
-    """Return the ranks by host, as they claim; only mapping the segment proves the claim."""
+    """Return the ranks by host, as the hellos claim; only mapping the segment proves the claim."""
     hosts: dict[str, list[int]] = {}
     for r, hello in enumerate(hellos):
         hosts.setdefault(hello["kernel"], []).append(r)
@@ -202,7 +203,7 @@ def _hosts_by_word(hellos: list[dict[str, Any]]) -> list[list[int]]:
 
 
 def _place(hellos: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Allocate the group in a segment that all its ranks map, if they are on one host; return where it is."""
+    """If all ranks are on one host and map a common segment, allocate the group in it; return where, else None."""
     shared = _shared(hellos) if len(_hosts_by_word(hellos)) == 1 else set()
     if not shared:
         return None
@@ -218,7 +219,7 @@ def _shared(hellos: list[dict[str, Any]]) -> set[str]:
 def _map_segment(
     meeting: Meeting, hellos: list[dict[str, Any]], hosts: list[list[int]]
 ) -> tuple[_core.Segment, int, list[list[int]]]:
-    """Map this host's segment; return it, the group's offset in it, and the ranks by host.
+    """Map this host's segment; return the segment, the group's offset in it, and the ranks by host.
 
     Only ranks that have mapped the same segment count as ranks of one host.
     """
@@ -259,7 +260,7 @@ def _proved(meeting: Meeting, hosts: list[list[int]]) -> list[list[int]]:
 def _offer(
     meeting: Meeting, key: str, hellos: list[dict[str, Any]], here: list[int]
 ) -> tuple[_core.Segment, dict[str, Any]]:
-    """Choose a segment that every rank of this host already maps, or create one; allocate the group in it."""
+    """Choose a segment that every rank of this host already maps, or create one; allocate the group in this segment."""
     if shared := _shared(hellos):
         segment = _segments[min(shared)]
         meeting.set(f"{key}/offer", {"nonce": segment.nonce, "socket": ""})

@@ -1,23 +1,23 @@
 """Watches the connections between hosts from outside the engine that opened them.
 
-**No heartbeats of ours.** A thread that sent them would be stopped with its process, delayed by the interpreter's
-lock, or would keep sending while the rank is deadlocked. The kernels answer for their processes instead: even if a
-process computes for an hour or is stopped in a debugger, its kernel acknowledges data, and answers probes of
-connections that are idle or whose reader takes nothing. So idle connections use the kernel's keepalive, and the watcher
-checks all connections with ``TCP_INFO`` five times in ``PHALANX_SILENCE_S``. A host counts as silent once its kernel
-has owed an answer for that long, to data sent after its last acknowledgement or to two probes. (One unanswered probe
-means nothing: a kernel answers at most two a second.)
+**No heartbeats of our own.** A thread that sends heartbeats is suspended together with its process, is delayed by the
+interpreter's lock, and keeps sending while the rank is deadlocked. The kernels answer for their processes instead: even
+if a process computes for an hour or is suspended in a debugger, its kernel acknowledges data. The kernel also answers
+probes of connections that are idle or whose process reads nothing. So idle connections use the kernel's keepalive, and
+the watcher checks all connections with ``TCP_INFO`` five times in ``PHALANX_SILENCE_S``. A host counts as silent once
+its kernel has owed an answer for that long, to data sent after its last acknowledgement or to two probes. (One
+unanswered probe means nothing: a kernel answers at most two a second.)
 
-So a host that lost power or its cable is noticed although nothing is sent. A host that is busy, or whose ranks are
-stopped, is not taken for lost. TCP_USER_TIMEOUT could not tell a stopped rank from a lost host, because the kernel of a
-stopped reader answers every probe only with "my buffer is full". A virtual machine that is paused as a whole counts as
-lost, since its kernel does not answer. When a process dies, its kernel closes its connections at once.
+So a host that lost power or its cable is noticed even if nothing is sent, and a host that is busy or whose ranks are
+suspended does not count as lost. TCP_USER_TIMEOUT could not distinguish a suspended rank from a lost host, because the
+kernel of a suspended reader answers every probe only with "my buffer is full". A virtual machine that is paused as a
+whole counts as lost, since its kernel does not answer. When a process dies, its kernel closes its connections at once.
 
-**Gloo's sockets are closed from outside**, since Gloo offers no way to end a wait (see `running`). The sockets that it
-opened while it connected are found by their inodes, duplicated, identified by the addresses at their ends, watched,
-and shut down to end a group. They are also made to close at ``exec``; otherwise a program that a rank has started would
-keep the rank's connections open after its death. MPI can't end a wait at all. So with MPI, the watcher asks the store
-every 0.2 s whether the group has failed, and a waiting call asks after every slice of its wait.
+**Gloo's sockets are closed from outside**, since Gloo offers no way to end a wait (see `running`). The sockets that
+Gloo opened while connecting are found by their inodes, duplicated, identified by the addresses at their ends, watched,
+and shut down to end a group. They are also made to close at ``exec``; otherwise, a program that a rank has started
+would keep the rank's connections open after the rank's death. MPI can't end a wait at all. So with MPI, the watcher
+asks the store every 0.2 s whether the group has failed, and a waiting call asks after every slice of its wait.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from collections.abc import Iterator
 from phalanx.backend.deadlines import KEEPALIVE_S, LEAST_SILENCE_S
 from phalanx.host.processes import open_files
 
-_MOST_KEPT = 127  # most probes that the kernel allows: MAX_TCP_KEEPCNT
+_MOST_KEPT = 127  # largest number of probes that the kernel allows: MAX_TCP_KEEPCNT
 _ESTABLISHED = 1  # linux/tcp_states.h
 _PROBES, _UNACKED = 3, 24  # offsets in struct tcp_info, linux/tcp.h; times are in milliseconds
 _LAST_DATA_SENT, _LAST_DATA_RECV, _LAST_ACK_RECV = 44, 52, 56
 _INFO_BYTES = 60
 _RTO_MAX_MS = 44  # option of Linux 6.15 and newer
-_LOOKS = 5  # looks during silence_s
+_LOOKS = 5  # number of looks during silence_s
 _MOST_PROBES = 1  # unanswered probes to tolerate: a kernel answers two a second (tcp_invalid_ratelimit)
 
 
@@ -58,9 +58,9 @@ class Link:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
-        # In case this process holds up the watching thread, the kernel itself ends the connection, a little later.
+        # The kernel itself ends the connection a little later, in case something in this process delays the watcher.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, min(max(1, round(silence_s)) + 2, _MOST_KEPT))
-        with contextlib.suppress(OSError):  # without it, probes of a stopped reader come ever more slowly
+        with contextlib.suppress(OSError):  # without this option, a suspended reader is probed at growing intervals
             connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, KEEPALIVE_S * 1000)
 
     @property
@@ -76,14 +76,14 @@ class Link:
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
         sent_s, acked_s = _seconds(info, _LAST_DATA_SENT), _seconds(info, _LAST_ACK_RECV)
         now_s = time.monotonic()
-        # If an acknowledgement came after the last send, the host owes nothing: a reader whose buffer is full drops
-        # what it can't take, and never acknowledges it.
+        # If an acknowledgement arrived after the last send, the host owes nothing, even if data is unacknowledged: a
+        # reader whose buffer is full drops data and never acknowledges it.
         owes_data = _number(info, _UNACKED) > 0 and acked_s > sent_s
         owes = owes_data or info[_PROBES] > 0
         heard_s = now_s - min(acked_s, _seconds(info, _LAST_DATA_RECV))
         if (
             not owes or heard_s > self._asked_s or now_s - self._looked_s > self._silence_s
-        ):  # the last case: this process itself was stopped, so the looks prove nothing
+        ):  # in the last case, this process itself was suspended, so the looks prove nothing
             self._asked_s = now_s
         self._looked_s = now_s
         is_overdue = now_s - self._asked_s >= self._silence_s
@@ -128,9 +128,9 @@ def _seconds(info: bytes, offset: int) -> float:
 
 
 def watch_store(port: int, silence_s: float) -> None:
-    """Make the kernel end this process's connections to a TCPStore's port once they are silent.
+    """Let the kernel end this process's connections to a TCPStore's port once the other side is silent.
 
-    TCP_USER_TIMEOUT is safe here: requests are so short that the buffer of a stopped server has room for them.
+    TCP_USER_TIMEOUT is safe here: requests are so short that the buffer of a suspended server has room for them.
     """
     for _, fd in sockets():
         connection = duplicate(fd)
@@ -158,9 +158,9 @@ def engine_descriptors() -> set[tuple[str, int]]:
 
 @contextlib.contextmanager
 def closed_at_exec() -> Iterator[set[tuple[str, int]]]:
-    """Make descriptors that an engine opens in the block close at ``exec``, so that no program keeps them open.
+    """Mark the descriptors that an engine opens in the block as close-on-exec, so that no other program inherits them.
 
-    The context's value is a set, which after the block holds the target and the number of each.
+    The context yields a set. After the block, this set holds the target and the number of each of these descriptors.
     """
     known = engine_descriptors()
     opened: set[tuple[str, int]] = set()

@@ -1,18 +1,18 @@
-"""Mail between ranks, for when the store is gone: it tells that a rank has left normally, or why the group ended.
+"""Mail between ranks for when the store is gone: a note that a rank has left normally, or why the group ended.
 
 The store ends with the process that serves it, which is often rank 0. So each rank listens on a socket, but does not
-read: the kernel keeps messages until this rank itself meets a failure. Once the store is gone, ranks send failures to
-these sockets. Ranks that leave normally always send a note there, so that the end of their connections is not taken for
-a death.
+read from it: the kernel keeps messages until this rank itself meets a failure. Once the store is gone, ranks send
+failures to these sockets. Ranks that leave normally always send a note there, so that the end of their connections is
+not mistaken for a death.
 
 Before the engine connects, each rank also posts a test message to the mailbox of every rank on another host, and all
-ranks tell each other whom they could not reach. So the error about a closed port names both ends, on every rank, during
-the meeting. The test also means that Gloo need not give up on a rank that is merely late. Giving up would be fatal:
-Gloo would free the connection, but its listener would still find it when the late rank connects, and the process would
-end with SIGSEGV (gdb: ``Pair::connectCallback`` under ``Listener::haveConnection``).
+ranks share a list of the ranks that some rank could not reach. So the error about a closed port names both ends, on
+every rank, during the meeting. After this test, no rank is so late that Gloo stops waiting for it. If Gloo did stop
+waiting, it would free the connection, but its listener would still find the connection when the late rank connects, and
+the process would end with SIGSEGV (gdb: ``Pair::connectCallback`` under ``Listener::haveConnection``).
 
 Anybody on the network can connect. So a mailbox spends at most one second of its life on strangers, keeps only a few of
-their connections, and stops reading as soon as the token is wrong.
+their connections, and stops reading from a connection as soon as the token is wrong.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from phalanx.wire.messages import understand
 
 _BACKLOG = 4096  # or as many as the kernel allows
 _MOST_OPEN = 64
-_MOST_BYTES = 1 << 20  # most bytes of a message; a group failure may list every rank
+_MOST_BYTES = 1 << 20  # largest size of a message; a group failure may list every rank
 
 
 class _Letter:
@@ -55,10 +55,10 @@ class _Letter:
                 limit = len(self._key) - len(key) + is_known * (_MOST_BYTES - len(text))
                 piece = self._sender.recv(limit) if limit > 0 else b""
                 self._data += piece
-                if not piece:  # end of data, or forced: the sender is unknown or its message too long
+                if not piece:  # the data has ended, or the sender is unknown, or its message is too long
                     self.is_over = True
                     return understand(text, dict) if is_known else None
-        except BlockingIOError:  # the rest has not come yet
+        except BlockingIOError:  # the rest has not arrived yet
             pass
         except (OSError, ValueError):
             self.is_over = True
@@ -85,13 +85,13 @@ class Mailbox:
         family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         self._socket = socket.create_server(where, family=family, backlog=_BACKLOG)
         self._socket.setblocking(False)
-        self._token = secrets.token_hex(16)  # a message without it comes from a stranger
+        self._token = secrets.token_hex(16)  # a message without this token is from a stranger
         self._open: list[_Letter] = []
         self._patience_s = STRANGERS_S
         self.name = (address, self._socket.getsockname()[1], self._token)
 
     def read(self) -> dict[str, Any] | None:
-        """Return the next message, or None if there is none. Takes only a moment, whatever strangers do."""
+        """Return the next message, or None if there is none. Returns within a moment, whatever strangers do."""
         deadline = time.monotonic() + MAIL_LOOK_S
         while True:
             is_empty = self._accept()
@@ -163,7 +163,7 @@ def post(boxes: Sequence[Sequence[Any]], message: dict[str, Any], limit_s: float
 
 
 def _leave(link: socket.socket, data: bytes) -> str:
-    """Send data, which must fit the buffer of a new connection, and close it; return the error, "" without one."""
+    """Send data, which must fit the buffer of a new connection; close `link`; return the error or, without one, ""."""
     with link:
         error = link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:

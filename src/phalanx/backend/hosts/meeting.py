@@ -2,29 +2,29 @@
 
 **Only ranks that are present now count.** A store may hold leftovers of an earlier group, attempt or run: a `TCPStore`
 that a script keeps, a file, the store of torchrun's agent. So each rank makes a fresh token and writes it into the
-store with its hello. It answers the token of the rank 0 that it finds there, and checks every 0.1 s whether a new rank
-0 has come. Rank 0 accepts only hellos that answer its own token, and writes the list of them under that token. A rank
-that finds its own token in the list knows that the list is fresh. From then on, all keys of this "life" of the group
-lie under rank 0's token, including those that Gloo, a split or a breakpoint writes. A rank that gives up takes its
-hello back. No clock, pid or restart count is needed, because a dead rank answers no token. On two cores, two ranks join
-as fast as without tokens, and eight take up to 3.6 ms longer, out of 12 ms.
+store with its hello. Each other rank answers the token in rank 0's hello, and checks every 0.1 s whether a new rank 0
+has written a new one. Rank 0 accepts only hellos that answer its own token, and writes the list of these hellos under
+that token. A rank that finds its own token in the list knows that the list is fresh. From then on, all keys of this
+"life" of the group lie under rank 0's token, including those that Gloo, a split or a breakpoint writes. A rank that
+stops waiting takes its hello back. No clock, pid or restart count is needed, because a dead rank answers no token. On
+two cores, two ranks join as fast as without tokens, and eight take up to 3.6 ms longer, out of 12 ms.
 
 **What a hello holds.** Kernel, network and host name, process, torch version, and the segments that the rank maps.
 Rank 0 sends all hellos to all ranks, so every rank decides from the same facts. Hosts are ordered by their first rank,
-which fixes every later order. If all ranks already map one segment, as those of a further group on one host do, rank 0
-allocates the group in it and sends the place along. So a rank makes two requests of the store if it need not wait, and
-rank 0 makes three, however many ranks there are.
+which fixes every later order. If all ranks already map one segment, as the ranks of a further group on one host do,
+rank 0 allocates the group in this segment and sends its place along. So a rank that need not wait sends the store two
+requests, and rank 0 sends three, regardless of the number of ranks.
 
 **A rank that can't join says why.** If a rank fails between its hello and the end of the join (a denied system call, a
 limit, a setting out of range), it writes its error into the group's store. Every rank that waits (for the store, the
 segment or the join) looks there every 0.1 s and raises the same error. A rank that fails before the list exists writes
 the error for each rank that is present, under that rank's token, and waits up to a second for ranks that are about to
-come. In a reconfigure it writes the error once, for all ranks: the keys there belong to one uuid alone, and ranks that
-were given different handles would number each other differently.
+arrive. In a reconfigure, it writes the error once for all ranks: the keys of a reconfigure belong to one uuid alone,
+and ranks that were given different handles would number each other differently.
 
 The hello also holds the pid and the start time, so ranks of the same host notice and name a rank that dies before it
-has joined. They raise only if they find it dead in two checks in a row, because it may have written an error just
-before it died.
+has joined. They raise an error only if two checks in a row find the rank dead, because it may have written an error of
+its own just before it died.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _HELLO = {
     "chunk_bytes": int,
 }
 _PLACE = {"nonce": str, "offset": _natural}
-_TAKEN_BACK = "null"  # written over a hello: a rank that has just seen the key would wait for it if it were removed
+_TAKEN_BACK = "null"  # replaces a hello; not removed, because a rank that has just found its key would wait for a value
 _SHAPES: dict[str, Shape] = {
     "hello": _HELLO,
     "came": {"hellos": [_HELLO], "place": lambda told: told and read_value(told, _PLACE)},
@@ -94,11 +94,11 @@ _SHAPES: dict[str, Shape] = {
 class Whereabouts:
     """Where each rank of the job waits to join a group.
 
-    It is kept in the job's store, because the store of a group shows only the ranks that came to that group.
+    This knowledge is kept in the job's store, because a group's store shows only the ranks that wait for that group.
 
     Args:
-        has_store: Whether the ranks share a job's store. Those of a reconfigure may come from several jobs, or their
-            job's store may be gone.
+        has_store: Whether the ranks share a job's store. Ranks in a reconfigure may belong to several jobs, or the
+            store of their job may be gone.
     """
 
     _SHAPE: ClassVar = {"call": str, "group": str, "ranks": [int]}
@@ -112,7 +112,7 @@ class Whereabouts:
         return JsonStore(_torch.get_default_store()) if self._has_store and dist.is_initialized() else None
 
     def say(self, rank: int, call: str, group: str, ranks: list[int]) -> None:
-        """Write in which call and for which group a rank waits, if that is news; an empty call: it no longer waits."""
+        """Write in which call and for which group a rank waits, unless it has; with an empty `call`, take that back."""
         if self._store is not None and self._has_said != bool(call):
             self._has_said = bool(call)
             with contextlib.suppress(StoreGoneError, StoreSilentError):
@@ -154,9 +154,9 @@ class Meeting:
         op: Purpose of the meeting: ``join``, ``reconfigure`` or ``shrink``.
         serves: Whether this process is known to serve the store; rank 0 of the world is always assumed to serve it.
         stall_s: Seconds of waiting after which the missing ranks are reported, repeatedly; 0: never.
-        watches: Watches on the processes of this host's ranks, by rank, each from when the process is known.
+        watches: Watches on the processes of this host's ranks, by rank; a watch begins once the process is known.
         token: Token of this rank in this life of the group.
-        life: Token of rank 0, under which all keys lie once all ranks have come; empty until then.
+        life: Token of rank 0, under which all keys lie once all ranks have arrived; empty until then.
     """
 
     store: JsonStore
@@ -202,7 +202,7 @@ class Meeting:
 
     @property
     def _in_common(self) -> str:
-        """Prefix of the key under which all ranks look for errors; empty while they have none in common."""
+        """Prefix of the key under which all ranks look for errors; empty while there is no common prefix."""
         return "all" if self.op == "reconfigure" else self.life
 
     def watch(self, rank: int, process: Sequence[int]) -> None:
@@ -215,11 +215,11 @@ class Meeting:
     def gather(
         self, hello: dict[str, Any], place: Callable[[list[dict[str, Any]]], Any] = lambda hellos: None
     ) -> tuple[list[dict[str, Any]], Any]:
-        """Return the hello of every rank, in rank order, once all have come to the same life of the group.
+        """Return the hello of every rank, in rank order, once all ranks have arrived in the same life of the group.
 
         Args:
-            place: Function that rank 0 calls with all hellos, for where the group's memory is to be: the nonce of a
-                segment that all ranks map, and an offset in it; None if they still have to agree on one.
+            place: Function that rank 0 calls with all hellos. It returns where the group's memory lies (the nonce of a
+                segment that all ranks map, and an offset in it), or None if the ranks still have to agree on a segment.
 
         Returns:
             The hellos, and what `place` returned on rank 0.
@@ -236,7 +236,7 @@ class Meeting:
 
             def publish(store: dist.Store) -> None:
                 store.set(f"{self.token}/came", said[1])
-                store.compare_set("hello/0", said[0], _TAKEN_BACK)  # so that nobody answers it any more
+                store.compare_set("hello/0", said[0], _TAKEN_BACK)  # so that no rank answers this hello any more
 
             self.ask(publish)
             self.life = self.token
@@ -261,7 +261,7 @@ class Meeting:
         return None
 
     def _answer_of(self, rank: int) -> dict[str, Any] | None:
-        """On rank 0: return the hello of a rank if it answers this rank's token. One look takes in those of all."""
+        """On rank 0: return a rank's hello if it answers this rank's token. Each look reads the hellos of all ranks."""
         if rank not in self._answers:
             others = range(1, self.size)
             for other, text in zip(others, self.store.get_all([f"hello/{r}" for r in others]), strict=True):
@@ -272,7 +272,7 @@ class Meeting:
         return self._answers.get(rank)
 
     def _answer(self) -> bool | None:
-        """Answer the token of the present rank 0, if the token is new; return True once this rank has answered one."""
+        """Answer the token of the present rank 0 if that token is new; return True once any token has been answered."""
         before = self._hello["answers"]
 
         def answer(store: dist.Store) -> str:
@@ -287,7 +287,7 @@ class Meeting:
         return bool(self._hello["answers"]) or None
 
     def _named(self) -> dict[str, Any] | None:
-        """Return what rank 0 says once all have come, if this rank is among those that it names."""
+        """Return the list that rank 0 writes once all ranks have arrived; None while no list names this rank."""
         key = f"{self._hello['answers']}/came"
         with contextlib.suppress(GarbledError):
             told = self.store.get(key, {"hellos": list})
@@ -308,12 +308,12 @@ class Meeting:
             raise self._garbled(key, error) from None
 
     def _take_back_hello(self) -> None:
-        """Take back this rank's hello, unless another process has left its own there since."""
+        """Take back this rank's hello, unless another process has since overwritten it."""
         said = json.dumps(self._hello)
         self._ask(lambda: self.store.ask(lambda store: store.compare_set(f"hello/{self.rank}", said, _TAKEN_BACK)))
 
     def _hello_here(self, rank: int) -> dict[str, Any] | None:
-        """Return the hello of a rank that is here, waiting for others; None if it seems not to have come."""
+        """Return the hello of a rank that is present and waits for others; None if the rank seems to be absent."""
         return self._if_here(self._hello_of(rank), self._token_of_first())
 
     def _token_of_first(self) -> str:
@@ -322,19 +322,19 @@ class Meeting:
         return first["token"] if first else ""
 
     def _if_here(self, told: dict[str, Any] | None, first: str) -> dict[str, Any] | None:
-        """Return `told`, a rank's hello, if it is for the rank 0 with token `first` and its process may still run."""
+        """Return the hello `told` if it answers no token but `first` and its writer may still run, otherwise None."""
         if told is None or told["answers"] not in ("", first):
             return None
         return None if self._has_ended(told) else told
 
     def _here(self) -> dict[int, str]:
-        """Return the token of each rank that is here, waiting for others."""
+        """Return the token of each rank that is present and waits for others."""
         first = self._token_of_first()
         hellos = [self._if_here(self._hello_of(rank), first) for rank in range(self.size)]
         return {rank: hello["token"] for rank, hello in enumerate(hellos) if hello is not None}
 
     def _has_ended(self, hello: dict[str, Any]) -> bool:
-        """Whether the process that wrote a hello has ended; False on another host, which can't be checked from here."""
+        """Whether the process that wrote a hello has ended; False if it is on another host and can't be checked."""
         with contextlib.suppress(GarbledError):
             pid, started, _ = read_value(hello, _HELLO)["process"]
             return hello["kernel"] == self._hello.get("kernel") and started not in (0, start_time(pid))
@@ -343,7 +343,10 @@ class Meeting:
     # ---- what they say ---------------------------------------------------------------------------------------------
 
     def get(self, key: str, what: str) -> Any:
-        """Wait for the value of a key and return it. The error of a timeout names the missing ranks, or else `what`."""
+        """Wait for the value of a key and return it.
+
+        After a timeout, the error names the missing ranks or, if none are known, says `what`.
+        """
         shape = _SHAPES[next(part for part in reversed(key.split("/")) if not part.isdigit())]
         try:
             return self._wait(lambda: self.store.get(self._key(key), shape), what)
@@ -351,7 +354,7 @@ class Meeting:
             raise self._garbled(key, error) from None
 
     def _wait(self, look: Callable[[], T | None], what: str) -> T:
-        """Wait until `look` finds something. The error of a timeout names the missing ranks, or else `what`."""
+        """Wait until `look` finds something. After a timeout, raise the same error as `get`."""
         most_s = shared_pause(POLL_S, self.size)
         try:
             # Not Store.wait: it would not end when a rank fails, and TCPStore prints a warning whenever it times out.
@@ -369,8 +372,8 @@ class Meeting:
         """Return the error for a value that no rank would write; it names the rank to which the key belongs."""
         rank = self.global_ranks[next((int(part) for part in key.split("/") if part.isdigit()), 0)]
         return self.refusal(
-            f"what rank {rank} said of itself ({key}) is not understood: {error}. Run the same version of phalanx on "
-            "every rank, and let nothing else write to the store.",
+            f"can't parse what rank {rank} wrote under {key}: {error}. Run the same version of phalanx on every rank, "
+            "and let nothing else write to the store.",
             ranks=(rank,),
             entry="store-lost",
         )
@@ -443,12 +446,12 @@ class Meeting:
             yield
         except CollectiveTimeout as error:
             # In a join, the other ranks time out, too, and name the missing ranks themselves. In a reconfigure, they
-            # are told at once, because it can no longer succeed.
+            # are notified at once, because the reconfigure can no longer succeed.
             if self.op == "reconfigure":
                 self._tell(replace(_cause(error, self), by=Peer(rank=self.me)))
             raise
         except BaseException as error:
-            while spare:  # frees a descriptor: a store in a file needs one, and none may be left
+            while spare:  # frees a descriptor, because a store in a file needs one and none may be left
                 os.close(spare.pop())
             cause = _cause(error, self)
             self._tell(replace(cause, by=Peer(rank=self.me)))
@@ -468,7 +471,7 @@ class Meeting:
     def look(self) -> None:
         """Raise the error that keeps another rank from joining, or RankFailed if a rank of this host has died."""
         if self._hello and self.rank and not self.life:
-            self._ask(self._answer)  # a new rank 0 may have come; the one that was answered may have been long dead
+            self._ask(self._answer)  # a new rank 0 may have arrived, and the one answered before may be dead
         for token in dict.fromkeys((self.token, self._in_common or self.token)):
             try:
                 told = self._ask(functools.partial(self.store.get, f"{token}/failed", _SHAPES["failed"]))
@@ -479,7 +482,7 @@ class Meeting:
                 raise error_of(replace(told, rank=self.me))
         dead = {rank: self._death_of(rank, watch) for rank, watch in self.watches.items() if watch.dead}
         for rank, cause in (dead | ({} if self.life else self._ended_by_launch())).items():
-            if rank in self._suspects:  # dead at the last look, too; it has left no error in the store since
+            if rank in self._suspects:  # it was dead at the last look, too, and has left no error in the store
                 self._tell(cause)
                 raise error_of(cause)
             self._suspects.add(rank)
@@ -488,7 +491,7 @@ class Meeting:
         self._report_stall()
 
     def _report_stall(self) -> None:
-        """Tell ranks in other groups where this rank waits, and print at intervals which ranks have not come."""
+        """Tell ranks in other groups where this rank waits, and print at intervals which ranks are missing."""
         if not self._has_said_where:
             self._has_said_where = True
             _core.say_where(self._call())
@@ -506,7 +509,7 @@ class Meeting:
         report_stall(missing, waited_s)
 
     def _call(self) -> str:
-        """Return the call in which this rank waits, as ``new_group at train.py:31``."""
+        """Return the call in which this rank waits, such as ``new_group at train.py:31``."""
         site = call_site()
         return join_call(self.name, self.op) + f" at {site}" * bool(site)
 
@@ -516,7 +519,7 @@ class Meeting:
             return
         keys = [f"0/{r}" for r in range(self.size)]
         has_gloos = self._ask(lambda: self.store.ask(lambda store: [store.check([key]) for key in keys]))
-        if not has_gloos or has_gloos[self.rank]:  # this rank has one, too: all are left from an earlier Gloo group
+        if not has_gloos or has_gloos[self.rank]:  # this rank's is there, too: all are left from an earlier Gloo group
             return
         here = self._ask(self._here)
         ranks = [g for r, g in enumerate(self.global_ranks) if has_gloos[r] and here is not None and r not in here]
@@ -525,7 +528,7 @@ class Meeting:
             cause = self.failure(
                 "refused",
                 ranks,
-                detail=f"{enumerated('rank', ranks)} {waits} in Gloo, and this rank has phalanx in its place. Set "
+                detail=f"{enumerated('rank', ranks)} {waits} in Gloo, but this rank uses phalanx in its place. Set "
                 f"{_env.REPLACE_VARIABLE}=gloo on every rank or on none, and install phalanx where they run."
                 + address("replace-gloo"),
             )
@@ -569,10 +572,10 @@ class Meeting:
         self.part()
 
     def _tell_each(self, cause: Failure) -> None:
-        """Tell the cause to each rank that is here or comes soon, each under its own key of the store.
+        """Report the cause to each rank that is present or arrives soon, each under its own key of the store.
 
-        The ranks have no key in common before all have come. A hello may be left from an earlier job, so a rank
-        counts as told only once it confirms, or reports an error of its own.
+        The ranks have no common key before all have arrived. A hello may be left from an earlier job, so a rank counts
+        as notified only once it confirms, or reports an error of its own.
         """
         self._ask(lambda: self.store.set(f"{self.token}/tells", "", STORE_S))
         told: dict[str, int] = {}
@@ -594,7 +597,7 @@ class Meeting:
     def _timed_out(self, what: str) -> PhalanxError:
         ranks = self._absent()
         if self.op == "reconfigure":
-            self.look()  # a rank that gave up just now has told why before it took back its hello
+            self.look()  # a rank that has just stopped waiting wrote why before it took back its hello
         if ranks:
             what = f"{enumerated('rank', ranks)} did not come"
         return self.too_late(what, ranks)
@@ -609,7 +612,8 @@ class Meeting:
 
     def _lost_store(self, error: Exception) -> PhalanxError:
         """Return the error for a store that is gone, or raise RankFailed if the rank that served it is found dead."""
-        if self.op == "join" and not self.life:  # other ranks end because of it, too; only rank 0 may have served it
+        # Other ranks also end because the store is gone; before all have arrived, only rank 0 may have served it.
+        if self.op == "join" and not self.life:
             self.watches = {rank: watch for rank, watch in self.watches.items() if self.global_ranks[rank] == 0}
         wait_until(self.look, time.monotonic() + NOTE_S)
         return self.refusal(

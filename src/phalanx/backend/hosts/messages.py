@@ -1,7 +1,7 @@
 """Point-to-point messages of a group on several hosts: by shared memory within a host, over the bridge between hosts.
 
 Over the bridge, a message is a head, followed by a body if the data do not fit in the head. For each rank of another
-host, this rank has one thread that receives from it and one that sends to it, in order; they start on first use.
+host, this rank has one thread that receives from it and one that sends to it, in order. The threads start on first use.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FOR_EVER = timedelta(seconds=FOR_EVER_S)
 
 
 class _Message(Task):
-    """An unfinished message over the bridge, or a receive whose message may come over the bridge."""
+    """An unfinished message over the bridge, or a receive whose message may arrive over the bridge."""
 
     def __init__(
         self, check: Callable[[], object], data: torch.Tensor, dtype: int, count: int, peer: int, tag: int, site: str
@@ -72,7 +72,7 @@ class _FromHere:
 
 @dataclass
 class _Arrived:
-    """A message that came before its receive was posted."""
+    """A message that arrived before its receive was posted."""
 
     tag: int
     dtype: int
@@ -102,7 +102,7 @@ class Messages:
         self._outgoing: dict[int, deque[_Message]] = {}
         self._receiving: set[int] = set()
         self._moving: dict[int, _Message] = {}  # messages being received, by sender
-        self._from_here = _core.Completions()  # receives from any rank that the core has finished, by number
+        self._from_here = _core.Completions()  # numbers of the receives from any rank that are over in the core
         self._expected: dict[int, _Message] = {}
         self._numbers = itertools.count()
         self._threads: list[threading.Thread] = []
@@ -147,7 +147,7 @@ class Messages:
         return message
 
     def _take_arrived(self, message: _Message, sources: list[int]) -> bool:
-        """Finish a receive whose message has already come; return whether it has."""
+        """Finish a receive if its message has already arrived; return whether it has."""
         for source in sources:
             for arrived in self._arrived.get(source, ()):
                 if arrived.tag == message.tag:
@@ -178,7 +178,7 @@ class Messages:
         return _FromHere(op, handle, self._here, site)
 
     def _expect(self, message: _Message) -> bool:
-        """Have the core notify `_take_from_here` when it finishes a receive that is also posted for the bridge.
+        """Let the core notify `_take_from_here` when the core finishes a receive that is also posted for the bridge.
 
         Returns:
             Whether a thread for `_take_from_here` must be started, because this is the first such receive.
@@ -191,8 +191,8 @@ class Messages:
     def wait(self, request: Any, timeout_s: float) -> bool:
         """Wait for a message and raise its error; return whether it is over.
 
-        After `timeout_s`, return False; the message goes on. With 0, the group's timeout applies, and the message fails
-        once that has passed.
+        After `timeout_s`, return False; the message continues. If `timeout_s` is 0, the group's timeout applies, and
+        the message fails after it.
         """
         if isinstance(request, _FromHere):
             try:
@@ -274,7 +274,7 @@ class Messages:
             message.finish()
             return True
         with self._changed:
-            late = self._match(peer, tag)  # a receive that was posted while the message came
+            late = self._match(peer, tag)  # a receive that was posted while the message arrived
             if late is None:
                 self._arrived.setdefault(peer, deque()).append(_Arrived(tag, dtype, count, target))
             elif self._fits(late, peer, dtype, count):
@@ -284,7 +284,7 @@ class Messages:
         return True
 
     def _match(self, peer: int, tag: int) -> _Message | None:
-        """Return the first posted receive that matches a message, and remove it from the posted ones."""
+        """Return the first posted receive that matches a message, and remove it from the posted receives."""
         for message in self._posted:
             if message.tag != tag or message.peer not in (peer, -1):
                 continue
@@ -299,7 +299,7 @@ class Messages:
         while (number := self._from_here.pop()) >= 0:
             with self._changed:
                 message = self._expected.pop(number)
-                if message not in self._posted:  # matched by a message over the bridge
+                if message not in self._posted:  # a message over the bridge has matched it
                     continue
                 self._posted.remove(message)
             error = message.here.error()
@@ -324,7 +324,7 @@ class Messages:
     # ---- sending ---------------------------------------------------------------------------------------------------
 
     def _send_to(self, peer: int) -> None:
-        queue = self._outgoing.get(peer, deque())  # empty if the group has ended since
+        queue = self._outgoing.get(peer, deque())  # empty if the group has ended meanwhile
         while self._send_one(queue, peer):
             pass
 
@@ -400,7 +400,7 @@ class Messages:
             self._fail(message, RuntimeError("the group has ended"))
 
     def _may_come(self, message: _Message) -> bool:
-        """Whether the message of a receive may still come, from a live rank or as unread data of a lost connection."""
+        """Whether the message of a receive may still arrive: from a live rank, or unread from a lost connection."""
         return message.here is not None or bool(self._receiving)
 
     def _fail(self, message: _Message, error: BaseException) -> None:
@@ -408,5 +408,5 @@ class Messages:
         message.finish(self._told(error, op, message.site))
 
     def _told(self, error: BaseException, op: str, site: str) -> BaseException:
-        """End the group on all hosts because of `error`; return the error to raise, which says why it ended."""
+        """End the group on all hosts because of `error`; return the error to raise, which says why the group ended."""
         return self._failures.end(error, op, 0, site, None)

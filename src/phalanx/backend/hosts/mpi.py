@@ -85,10 +85,10 @@ class _Requests:
                 time.sleep(MPI_POLL_S)
 
     def _cancel(self) -> None:
-        """Cancel receives, whose memory may be freed next. Sends are left alone: MPI may refuse to cancel them.
+        """Cancel receives, because their memory may be freed next. Sends stay, because MPI may refuse to cancel them.
 
-        MPI does not cancel a receive that is already matched, so wait for it to end, but not long: its sender may be
-        gone.
+        MPI does not cancel a receive that is already matched, so this waits for such a receive to end, but not for
+        long, because the sender may be gone.
         """
         with _lock:
             receives, self._receives = self._receives, []
@@ -106,10 +106,10 @@ class _Requests:
 class MpiChannel:
     """Point-to-point messages over a communicator of its own.
 
-    MPI can't close a connection to wake waiting ranks, so they must ask the store for failures.
+    MPI can't close a connection to wake waiting ranks, so these ranks must ask the store for failures.
 
     Args:
-        ranks: Ranks of the channel in MPI's world, in the channel's order; all of them must create it.
+        ranks: Ranks of the channel in MPI's world, in the channel's order; all of them must create the channel.
     """
 
     ends_waits = False

@@ -27,7 +27,7 @@ class Notices:
 
     Args:
         store: Store of this group alone.
-        mailbox: This rank's mailbox, where others leave messages once the store is gone; None: it has none.
+        mailbox: This rank's mailbox, where other ranks leave messages once the store is gone; None with MPI.
         boxes: Names of the other ranks' mailboxes, by rank.
     """
 
@@ -39,7 +39,7 @@ class Notices:
         self._members = members
         self._departed: set[int] = set()
         self._opening = threading.RLock()  # the watcher and any thread that meets a failure may read the mailbox
-        self._mail: Failure | None = None  # a group failure that came by mail
+        self._mail: Failure | None = None  # a group failure that arrived by mail
 
     # ---- the group failure -----------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ class Notices:
         return wait_until(look, time.monotonic() + (GRACE_S if is_patient else 0))
 
     def settle(self, failure: Failure, lost: set[int]) -> Failure:
-        """Make this the group failure, unless another rank has written one first; return the group failure."""
+        """Make `failure` the group failure, unless another rank has already written one; return the group failure."""
         facts = failure.to_facts()
         told = self._ask(lambda store: store.compare_set("group_failure", "", json.dumps(facts)))
         if told and (settled := group_failure_in(told)) is not None:
@@ -75,10 +75,10 @@ class Notices:
     # ---- who leaves ------------------------------------------------------------------------------------------------
 
     def tell_leaving(self, lost: set[int]) -> None:
-        """Tell the others that this rank leaves the group normally."""
+        """Tell the other ranks that this rank leaves the group normally."""
         if self._mailbox is None:
             self._write(f"left/{self._members.rank}", "")
-        else:  # the rank that serves the store may itself have left normally
+        else:  # not in the store, because the rank that serves it may have left normally, too
             self._post({"left": self._members.rank}, lost)
 
     def has_left(self, rank: int) -> bool:
@@ -93,7 +93,7 @@ class Notices:
         return wait_until(lambda: self.has_left(rank) or None, time.monotonic() + NOTE_S) is not None
 
     def _open_mail(self) -> Failure | None:
-        """Read the mailbox: return the group failure if one has come, and note which ranks have left the group."""
+        """Read the mailbox: return the group failure if one has arrived, and note which ranks have left the group."""
         with self._opening:
             while self._mailbox is not None and (message := self._mailbox.read()) is not None:
                 if fits(message, {"left": int}):
@@ -106,7 +106,7 @@ class Notices:
     # ---- who is in which call --------------------------------------------------------------------------------------
 
     def calls(self, seq: int, call: MadeCall) -> tuple[MadeCall, ...]:
-        """Write this rank's call, and return the calls of all ranks that write theirs in time."""
+        """Write this rank's call; return the calls of all ranks, without details if a rank does not write in time."""
         self._write(f"call/{seq}/{self._members.rank}", call.to_facts())
         keys = [f"call/{seq}/{rank}" for rank in range(len(self._members.pids))]
         wait_until(lambda: self._ask(lambda store: store.check(keys), True) or None, time.monotonic() + TABLE_S)
@@ -127,7 +127,7 @@ class Notices:
     # ---- store and mailboxes ---------------------------------------------------------------------------------------
 
     def expect_no_store(self) -> None:
-        """Wait more briefly for the store from now on: the rank that serves it may be lost."""
+        """Wait more briefly for the store from now on, because the rank that serves it may be lost."""
         self._store.answer_s = LOST_STORE_S
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class Notices:
             self._mailbox.close()
 
     def release(self) -> None:
-        """Drop the reference to the store, and do without it from now on."""
+        """Drop the reference to the store; from now on, the store counts as gone."""
         self._store.close()
         self._store.is_gone = True
         del self._store.raw
@@ -155,9 +155,10 @@ class Notices:
         self._ask(lambda store: store.set(key, text))
 
     def _ask(self, question: Callable[[Store], Any], otherwise: Any = None) -> Any:
-        """Return the store's answer, or `otherwise` if none comes in time.
+        """Return the store's answer, or `otherwise` if none arrives in time.
 
-        After a timeout, the store is asked nothing else until the answer comes: its server may merely be stopped.
+        After a timeout, the store gets no further request until the late answer arrives. It may still arrive, because
+        the process that serves the store may only be suspended (SIGSTOP).
         """
         with contextlib.suppress(StoreGoneError, StoreSilentError):
             return self._store.ask(question)
@@ -165,7 +166,7 @@ class Notices:
 
 
 def group_failure_in(text: bytes) -> Failure | None:
-    """Return the group failure that `text` holds; None if it is not one that a rank would write."""
+    """Return the group failure that `text` holds; None if `text` is not what a rank would write."""
     with contextlib.suppress(GarbledError):
         failure: Failure = understand(text, Failure.from_facts)
         return failure
@@ -175,7 +176,7 @@ def group_failure_in(text: bytes) -> Failure | None:
 def _own_connection(store: Store) -> JsonStore:
     """Return the store over a connection of its own, since another thread may be waiting on the shared one.
 
-    Connecting to a server that is gone or stopped would take minutes, so the attempt ends after `RECONNECT_S`.
+    Connecting to a server that is gone or suspended would take minutes, so the attempt ends after `RECONNECT_S`.
     """
     shared = JsonStore(store)
     try:
@@ -185,4 +186,4 @@ def _own_connection(store: Store) -> JsonStore:
     except StoreSilentError:
         return shared
     finally:
-        shared.close()  # ends its thread, unless the thread is still waiting
+        shared.close()  # ends the thread of `shared`, unless this thread still waits for the store

@@ -1,10 +1,10 @@
 """The exchange between ranks of different hosts during one collective.
 
 The first exchange of a call carries its fingerprint (number, operation, dtype, count, reduction, root) and up to 1280
-bytes of the message: together one Ethernet packet. So a small message costs one exchange, and if ranks made different
-calls they notice before any data is misread. Each then writes its call into the store, and all raise an error with the
-same table of calls. Longer messages follow separately, with a tag derived from the call, so that if calls differ, no
-message meets a receive of another call.
+bytes of the message: together one Ethernet packet. So a small message costs one exchange, and ranks that made different
+calls notice this before any data is misread. Each rank then writes its call into the store, and all ranks raise an
+error with the same table of calls. Longer messages follow separately. Their tag is derived from the call, so a message
+never meets a receive of a different call.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SLOT_BYTES = 1344  # fills one Ethernet packet, together with the engine's own 
 _HEAD_BYTES = 64
 INLINE_BYTES = _SLOT_BYTES - _HEAD_BYTES
 # Measured: up to these sizes, one step that sends whole messages is faster than two steps that send parts.
-_WHOLE_BYTES = 256 * 1024  # total that one rank sends to all other hosts
-_PAIR_BYTES = 16 << 20  # used with two hosts only, where both ways send the same number of bytes
-_OWN_TAGS = 1 << 30  # tags from here on belong to collectives, smaller ones to messages
+_WHOLE_BYTES = 256 * 1024  # limit on the total that one rank sends to all other hosts
+_PAIR_BYTES = 16 << 20  # limit between two hosts, where one step sends no more bytes than two
+_OWN_TAGS = 1 << 30  # tags from this one on belong to collectives, smaller tags to messages
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
@@ -61,10 +61,10 @@ class Buffers:
 
 
 class Rail:
-    """The ranks that have the same number on their hosts: one per host, in the order of hosts.
+    """The ranks that have the same local number on their hosts: one per host, in the order of hosts.
 
     Args:
-        channel: Channel that joins them.
+        channel: Channel that joins these ranks.
         num_hosts: Number of hosts.
         host: Index of this host.
         buffers: Scratch memory for arriving data.
@@ -80,7 +80,7 @@ class Rail:
     def agree(self, running: Running, sends: Sequence[Span] = (), recvs: Sequence[Span] = ()) -> None:
         """Check, once per call, that all ranks of the rail made the call.
 
-        Small spans (up to INLINE_BYTES), one per host, travel along.
+        The check can also carry small spans of data (up to INLINE_BYTES), one per host.
 
         Raises:
             CollectiveMismatch: A rank of another host is in another call.
@@ -104,7 +104,7 @@ class Rail:
         running.has_agreed = True
 
     def swap(self, running: Running, sends: Sequence[Span], recvs: Sequence[Span]) -> None:
-        """Exchange bytes with each other host: one span per host; this host's own is ignored."""
+        """Exchange bytes with each other host: one span per host; this host's own span is ignored."""
         largest = max(max(sends[h].size, recvs[h].size) for h in self._others)
         if not running.has_agreed and largest <= INLINE_BYTES:
             self.agree(running, sends, recvs)
@@ -125,7 +125,7 @@ class Rail:
             self.swap(running, [parts[self._host]] * self._num_hosts, parts)
 
     def reduce_parts(self, running: Running, parts: Sequence[Span], kernel: int) -> None:
-        """Send each host its part, and reduce what the others send into this host's own part, in place."""
+        """Send each host its part, and reduce the parts that the other hosts send into this host's own part."""
         theirs = self._spans(parts[self._host].size)
         self.swap(running, parts, theirs)
         self._reduce(running, theirs, parts[self._host], kernel)
@@ -154,7 +154,7 @@ class Transfer:
         running.transfers.append(self)
 
     def start(self, running: Running, peers: Sequence[int], sends: Sequence[Span], recvs: Sequence[Span]) -> None:
-        """Start sending and receiving: one span per peer, as the channel numbers them."""
+        """Start to send and to receive one span per peer; `peers` are numbers in the channel."""
         for peer in peers:
             if recvs[peer].size:
                 self._handles.append(self._channel.recv(recvs[peer].tensor(), peer, self._tag))
@@ -169,7 +169,7 @@ class Transfer:
         self._handles = []
 
     def drain(self) -> None:
-        """After the connections have been closed, return when the engine no longer touches the memory."""
+        """Wait, after the connections have been closed, until the engine no longer touches the memory."""
         if self._handles:
             self._channel.drain(self._handles)
 

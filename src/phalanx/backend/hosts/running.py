@@ -1,12 +1,12 @@
 """A running collective of a group on several hosts: the call as its caller described it, and how its steps wait.
 
 **Every wait ends by the deadline of its call, whatever else happens.** An engine may never finish an operation that a
-lost connection has interrupted. Gloo has no abort that ends a wait: its operations end when a connection does, or at
-their timeout, after which its connections are unusable. A receive that is interrupted in the middle never ends, because
-Gloo has taken it off its lists and reports no error to it. So the caller's thread waits in slices of 0.1 s. Between
-slices it calls `Running.look`, which raises once the group has ended or the call is late. Waits that can't be sliced,
-such as those for messages, run on a thread that may be left behind. An operation for which no thread waits, such as a
-receive with a future, is failed by the thread that ends the group. Waits of the core keep the deadline themselves.
+lost connection has interrupted. Gloo has no abort that ends a wait: its operations end when a connection ends, or at
+their timeout, after which the connections are unusable. A receive that is interrupted in the middle never ends, because
+Gloo has removed it from its lists and does not report an error for it. So the caller's thread waits in slices of 0.1 s.
+Between slices, it calls `Running.look`, which raises once the group has ended or the call is late. Waits that can't be
+sliced, such as those for messages, run on a thread that may be abandoned. If no thread waits for an operation, such as
+a receive with a future, the thread that ends the group makes it fail. The core itself ends its waits at the deadline.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Running:
 
     Attributes:
         call: The call as its caller described it.
-        timeout_s: Seconds after `began_s` at which its waits end.
+        timeout_s: Seconds after `began_s` at which the waits of this call end.
         failures: Handler of failures, which knows whether the group has ended.
         landings: Thread for waits that can't be sliced.
         stall_s: Seconds after which the waiting call is reported; 0: never.
@@ -65,10 +65,10 @@ class Running:
     landings: Tasks
     stall_s: float
     site: str | None = None
-    caller: FrameType | None = None  # the frame that waits, from which the site is found when it is needed
+    caller: FrameType | None = None  # frame of the waiting call; the site is found from it when needed
     seq: int = 0
     has_agreed: bool = False
-    has_told: bool = False  # whether this rank has told the others that it waits
+    has_told: bool = False  # whether this rank has told the other ranks that it waits
     num_reports: int = 0
     num_steps: int = 0
     task: Task | None = None  # the task on the group's thread; None: the call runs on its caller's thread
@@ -98,7 +98,7 @@ class Running:
 
     @property
     def limit(self) -> timedelta:
-        """Timeout to give the engine: a little longer than this call's, so that it ends only forgotten operations."""
+        """Timeout for the engine: a little longer than the call's, so that it ends only abandoned operations."""
         return self.left + _LATE
 
     @property
@@ -130,7 +130,7 @@ class Running:
         return self.landings.submit(lambda: [handle.wait(limit) for handle in handles], keep=self.task)
 
     def wait_landed(self, landing: Task) -> None:
-        """Wait, as `wait` does, for the messages that `land` was given."""
+        """Wait for the messages for which `land` has started a wait; look at intervals, as `wait` does."""
         while not landing.wait(LOOK_S):
             self.look()
         error = landing.error()
@@ -156,7 +156,7 @@ class Running:
     def look_from_outside(self) -> None:
         """End the call once it is long overdue, because the engine may block the thread that runs it for ever.
 
-        The thread that waits for this call's task calls this.
+        This is called by the thread that waits for the task of this call.
         """
         if time.monotonic() > self.began_s + self.timeout_s + LATE_S:
             raise self.explain(self.timed_out())
@@ -168,7 +168,7 @@ class Running:
     def explain(self, error: BaseException) -> BaseException:
         """End the group on all hosts and return the error that says why."""
         found = getattr(error, "failure", None)
-        if found is not None and found.kind == "rank_missing":  # perhaps of a step within this host: ask all hosts
+        if found is not None and found.kind == "rank_missing":  # perhaps from a step within this host
             error = self.timed_out(found)
         return self.failures.end(error, self.op, self.seq, self.line(), self._made())
 

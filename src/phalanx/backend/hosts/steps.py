@@ -1,15 +1,15 @@
 """The steps of a collective across several hosts: some on each host, some between hosts.
 
-Ranks of one host share memory; a bridge joins the hosts. The ranks that have the same number on their hosts form a
-rail, with a channel of its own; there are as many rails as the smallest host has ranks. All rails work at once, each
+Ranks of one host share memory; a bridge joins the hosts. The ranks that have the same local number on their hosts form
+a rail, with a channel of its own; there are as many rails as the smallest host has ranks. All rails work at once, each
 with its own slice of the message, so that the sum of a host crosses the bridge once.
 
     all_reduce: reduce-scatter on the host -> rails exchange slices and reduce them in the order of hosts -> all-gather
 
-With three hosts or more, a large slice is itself reduced in parts, one per host. Gather, scatter and all-to-all with
-other hosts go directly, over a channel that reaches every rank. An all_gather of blocks of different sizes is a
-broadcast from each rank; a reduce_scatter of such blocks is an all_reduce of all blocks. The first exchange of a call
-also identifies the call; see `rails`.
+With three hosts or more, a large slice is itself reduced in parts, one per host. Between hosts, gather, scatter and
+all-to-all use a channel that reaches every rank directly. An all_gather of blocks of different sizes is a broadcast
+from each rank; a reduce_scatter of such blocks is an all_reduce of all blocks. The first exchange of a call also
+identifies the call; see `rails`.
 
 **The same bits on all ranks and in every run.** A sum adds the ranks of each host in rank order, then the hosts. That
 order is fixed, but it is not the order in which the same ranks would add on one host. Half-precision values accumulate
@@ -48,14 +48,14 @@ Addresses = Sequence[int]
 
 
 class Steps:
-    """The collectives of one group on several hosts. A public method with a collective's name takes addresses.
+    """The collectives of one group on several hosts. The methods that are named after collectives take addresses.
 
     Args:
         core: Core group of this host's ranks.
-        hosts: Ranks of the group by host, each in ascending order.
+        hosts: Ranks of the group by host, in ascending order on each host.
         rank: This rank's number in the group.
-        rail: Channel to the ranks with this rank's number on their hosts, in the order of hosts; None: some host has
-            too few ranks.
+        rail: Channel to the ranks that have the same local number on their hosts as this rank, in the order of hosts;
+            None if some host has too few ranks.
         everyone: Channel to all ranks of the group.
     """
 
@@ -92,7 +92,8 @@ class Steps:
     def _confirm(self, running: Running) -> None:
         """Check that the ranks of this host made the same call, unless the core or the rails have compared the calls.
 
-        The core compares only the steps of a call. A rail compares only its own ranks, and some ranks may be on none.
+        The core compares only the steps of a call. A rail compares only its own ranks, and some ranks may be on no
+        rail.
         """
         is_average = running.call.code == _AVG and not is_inexact(_DTYPES[running.dtype])
         is_compared = self._is_even and running.op != "reduce" and not is_average
@@ -117,7 +118,7 @@ class Steps:
             self._rail.agree(running)
 
     def _agree_everywhere(self, running: Running) -> None:
-        """Check that all ranks made this call, before a step in which different sizes could do harm."""
+        """Check that all ranks made this call, before a step that fails if ranks use different sizes."""
         self._compare_here(running)
         self._agree(running)
 
@@ -148,13 +149,13 @@ class Steps:
             self._share(running, message, bounds, is_whole=message.size <= INLINE_BYTES)
 
     def _bounds(self, message: Span, item: int) -> list[tuple[int, int]]:
-        """Return the range of bytes that each rail carries; a small message goes whole, on every rail."""
+        """Return the range of bytes that each rail carries; every rail carries the whole of a small message."""
         if message.size <= INLINE_BYTES:
             return [(0, message.size)] * self._num_rails
         return bounds_of(message.size // item, self._num_rails, item)
 
     def _share(self, running: Running, message: Span, bounds: list[tuple[int, int]], *, is_whole: bool) -> None:
-        """Give every rank of this host the slices that the rails have brought."""
+        """Give every rank of this host the slices that the rails have received."""
         if not self._has_peers or (is_whole and self._is_even):
             return
         if is_whole:
@@ -213,7 +214,7 @@ class Steps:
         """
         if kernel != _AVG or self._is_even:
             return kernel, lambda result: None
-        # Divides the real and imaginary parts: torch rounds differently when it divides a complex number by an integer.
+        # Real and imaginary parts are divided separately: torch rounds differently when it divides a complex number.
         dtype, world_size = _DTYPES[running.dtype].to_real(), self._size
         return _SUM, lambda result: result.tensor().view(dtype).div_(world_size)
 
@@ -227,7 +228,7 @@ class Steps:
     def all_reduce_pieces(
         self, running: Running, ins: Addresses, outs: Addresses, counts: list[int], num_squared: int
     ) -> float:
-        """Reduce a message that lies in pieces; return the sum of squares of the first `num_squared` results."""
+        """Reduce a message of several pieces of memory; return the sum of squares of the first `num_squared` pieces."""
         call, item = running.call, running.item
         flat = self._buffers.span("flat", call.count * item)
         parts = flat.tensor().split([count * item for count in counts])
@@ -295,7 +296,7 @@ class Steps:
                 self._broadcast(running, out, count, r)
 
     def _swap_blocks(self, running: Running, outs: Addresses, num_bytes: int) -> None:
-        """Fetch the blocks of the other hosts' ranks that this rail carries, each into its place."""
+        """Fetch those blocks of ranks on other hosts that this rail carries, and put each block in its place."""
         assert self._rail is not None
         num_hosts = len(self._hosts)
         if self._is_even:
@@ -360,7 +361,7 @@ class Steps:
         self._scatter_wide(running, sends, recvs)
 
     def _all_to_all_by_rails(self, running: Running, sources: Addresses, outs: Addresses) -> None:
-        """Collect this host's blocks for each rank on this rank's rail, and send each rank its blocks in one go."""
+        """Collect this host's blocks for the other ranks of this rail; send each of these ranks a single message."""
         assert self._rail is not None
         count, num_local = running.call.count, len(self.here)
         num_bytes = count * running.item
@@ -378,7 +379,7 @@ class Steps:
                 ctypes.memmove(outs[r], received[h].address + i * num_bytes, num_bytes)
 
     def _check_splits(self, running: Running) -> None:
-        """Compare the sizes that each rank sends with those that the others expect."""
+        """Check that the size that each rank sends to this rank is the size that this rank expects."""
         call = running.call
         sent = torch.tensor(call.in_counts)
         coming = torch.empty_like(sent)
@@ -438,7 +439,7 @@ def _integer_mean(sums: torch.Tensor, divisor: int, dtype: torch.dtype) -> torch
 
 
 def _divide_towards_zero(values: torch.Tensor, divisor: int, *, is_unsigned: bool) -> torch.Tensor:
-    """Divide int64 values, truncating towards zero. With `is_unsigned` they hold the bits of uint64."""
+    """Divide int64 values, truncating towards zero. With `is_unsigned`, the values hold the bits of uint64."""
     if not is_unsigned:
         return torch.div(values, divisor, rounding_mode="trunc")
     halves = (values >> 1) & torch.iinfo(torch.int64).max

@@ -17,7 +17,7 @@ class Watcher:
     """Sleeps until a connection ends or the host at its other end falls silent; then reports the rank.
 
     Args:
-        links: Connections to watch, each with its rank; empty if the engine's can't be watched.
+        links: Connections to watch, each with its rank; empty if the engine's connections can't be watched.
         notice: Function that the thread calls with the rank whose connection has ended; without connections to watch,
             it is called at intervals with -1.
     """

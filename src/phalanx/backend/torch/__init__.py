@@ -1,4 +1,4 @@
-"""The classes and methods that each torch version expects of a backend, and how its calls reach our operations.
+"""The classes and methods that each torch version expects of a backend, and how torch's calls reach our operations.
 
-Start with `adapters`. Nothing here computes or waits.
+Start with `adapters`. Nothing here implements an operation.
 """

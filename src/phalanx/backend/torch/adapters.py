@@ -15,14 +15,14 @@ costs a Python backend about 10 us per operation; our black box holds the same f
 
 Before torch 2.14, `dist.monitored_barrier` refuses every backend that is not named gloo, so `groups` wraps it there.
 
-``tests/backend/_members.py`` lists which members are implemented, and which are refused with which message. A group
+``tests/backend/_members.py`` lists the members that are implemented, and those that are refused, with messages. A group
 must implement or refuse every member that torch adds, because some of torch's defaults call the Python class again,
 endlessly. C++ callers look for some methods under their C++ names; these are defined twice.
 
-A reconfigure changes a group's rank and size. Both classes return those of the operations. C++ callers, such as the
-reducer of torch's DistributedDataParallel, get them from the group, too, because torch calls its `getRank` and
-`getSize`. Only a C++ extension that asks the backend itself would see the former numbers, because the two methods of a
-backend are not virtual; nothing in torch asks it.
+A reconfigure changes a group's rank and size. Both classes return the rank and size of the operations. C++ callers,
+such as the reducer of torch's DistributedDataParallel, get these numbers from the group, too, because torch calls
+`getRank` and `getSize` of the group. Only a C++ extension that asks the backend itself would see the former numbers,
+because these two methods are not virtual in a backend; nothing in torch does so.
 """
 
 from __future__ import annotations
@@ -102,8 +102,11 @@ class _Common:
     _operations: Operations
 
     def getBackendName(self) -> str:
-        """Return the name for C++ callers. torch's DDP would read a backend named gloo as a C++ ProcessGroupGloo."""
-        return "phalanx" if HAS_PYTHON_BACKENDS else self._operations.title  # before torch 2.14 a C++ Gloo lives inside
+        """Return the name for C++ callers: not gloo, because torch's DDP would cast such a backend to ProcessGroupGloo.
+
+        Before torch 2.14, the backend is a real ProcessGroupGloo (`InnerGloo`), so the cast is safe.
+        """
+        return "phalanx" if HAS_PYTHON_BACKENDS else self._operations.title
 
     def name(self) -> str:
         return self._operations.title
@@ -125,7 +128,10 @@ class _Common:
         return self._operations.num_messages > 0
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return how many collectives this rank has called, begun or not; ranks at one point of the script agree."""
+        """Return how many collectives this rank has called, whether or not they have begun.
+
+        The number is the same on all ranks that are at the same point of the script.
+        """
         return self._operations._core.issued
 
     def _set_sequence_number_for_group(self) -> None:
@@ -154,7 +160,7 @@ class _Common:
         return True
 
     def new_window(self, tensor: torch.Tensor | None = None) -> Any:  # torch's Window has no constructor
-        """Return a window of the group, with each rank's tensor registered if given. Every rank must call this."""
+        """Return a window of the group; register `tensor` in it if given. Every rank must call this."""
         return new_window(self._operations, tensor)
 
     def supports_tensor_alloc(self, device: torch.device | str | int) -> bool:
@@ -168,7 +174,7 @@ class _Common:
         return allocate_tensor(size, dtype=dtype, device=device, rank=ranks.global_ranks[ranks.rank])
 
     def get_error(self) -> Any:
-        """Return torch's code for the failure that ended the group; SUCCESS while it works. Asks no other rank."""
+        """Return torch's code for the failure that ended the group; SUCCESS while it works. No other rank is asked."""
         kinds, failure = _torch.ErrorType, self._operations.abort_hooks.failure
         if failure is None:
             return kinds.REMOTE_ERROR if self._operations.is_failed else kinds.SUCCESS
@@ -182,7 +188,7 @@ class _Common:
         return True
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], object]) -> None:
-        """Have `hook()` run on this rank before a failure of the group is raised, and before ``abort()``."""
+        """Register a function for this rank to call before it raises a failure of the group, and before ``abort()``."""
         self._operations.abort_hooks.register(hook_id, hook)
 
     def unregister_abort_hook(self, hook_id: int) -> None:
@@ -206,7 +212,7 @@ class _OfBackends(_Common):
         """Return the backend of the group of `ranks`.
 
         Raises:
-            ValueError: This rank is not among them; torch's C++ code does not accept None instead.
+            ValueError: This rank is not one of `ranks`; torch's C++ code does not accept None instead of a backend.
         """
         group = self.maker.split(ranks, *_timeout_and_name(opts), store)
         if group is None:
@@ -226,11 +232,11 @@ class _OfBackends(_Common):
         """Do nothing: unlike with NCCL, ranks outside a new group take no part in making it."""
 
     def get_comm(self) -> Any:
-        """Return an object whose ``finalize()`` does nothing; torch calls it as it destroys a world of torchcomms."""
+        """Return an object whose ``finalize()`` does nothing; torch calls it to destroy a torchcomms world."""
         return SimpleNamespace(finalize=lambda: None)
 
     def memory_stats(self) -> dict[str, int]:
-        """Return the bytes of shared memory that groups of these ranks occupy on this host, and have mapped."""
+        """Return the size of the shared memory of these ranks' groups on this host: bytes in memory, bytes mapped."""
         return self._operations.memory_stats()
 
     _start_time_estimate = refused("_start_time_estimate", _TIME_IT)
@@ -315,9 +321,9 @@ class PhalanxGroup(_Common, ProcessGroup):
     def average_coalesced(
         self, tensors: list[torch.Tensor], marks: torch.Tensor, *, with_squares: bool = False
     ) -> float:
-        """Replace CPU tensors by their means over the ranks, in place and in one pass; blocks.
+        """Replace CPU tensors by their means over the ranks, in place and in one pass. Blocks.
 
-        torch has no such operation. It spares data-parallel training the copies of gradients into buckets.
+        torch has no such operation. With it, data-parallel training need not copy gradients into buckets.
 
         Args:
             tensors: Dense tensors of floating or complex dtypes, with the same shapes and dtypes on all ranks.
@@ -340,7 +346,7 @@ class PhalanxGroup(_Common, ProcessGroup):
             raise NotImplementedError(_NO_MEMBERSHIP)
 
     def get_reconfigure_handle(self) -> str:
-        """Return this rank's handle, with which others can form a group; see `phalanx.backend.handles`."""
+        """Return this rank's handle, with which other ranks can form a group; see `phalanx.backend.handles`."""
         self._require_membership()
         return str(self.backend.get_reconfigure_handle())
 
@@ -357,7 +363,7 @@ class PhalanxGroup(_Common, ProcessGroup):
 
     @property
     def average_waited_s(self) -> float:
-        """Seconds that the last `average_coalesced` waited until every rank had come; 0.0 between hosts."""
+        """Seconds that the last `average_coalesced` waited for the last rank; always 0.0 if the group spans hosts."""
         return self._operations.average_waited_s
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -436,8 +442,8 @@ class PhalanxGroup(_Common, ProcessGroup):
     recv = entry_point(RECV)
     recv_anysource = entry_point(RECV_ANYSOURCE)
 
-    # Before 2.14 these older names must be implemented, too. Newer torch maps them to the names above by itself, and a
-    # method here would be called again from the base method.
+    # Before 2.14, these older names must be implemented, too. Newer torch maps them to the names above on its own; a
+    # method that is defined here would then be called again from the base method.
     if not HAS_PYTHON_BACKENDS:
         _allgather_base = entry_point(ALL_GATHER_SINGLE._replace(name="_allgather_base"))
         allgather_into_tensor_coalesced = entry_point(
@@ -574,7 +580,7 @@ if HAS_PYTHON_BACKENDS:
             return self._operations.end_coalescing()
 
         def monitored_barrier(self, timeout: Any = UNSET, wait_all_ranks: bool = False) -> None:
-            is_given = isinstance(timeout, c10d.BarrierOptions)  # C++ passes the options in its place
+            is_given = isinstance(timeout, c10d.BarrierOptions)  # C++ passes the options instead of the timeout
             self._operations.monitored_barrier(timeout if is_given else Blocking(timeout), wait_all_ranks)
 
         registerAbortHook = _Common.register_abort_hook

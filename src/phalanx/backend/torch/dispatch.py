@@ -1,4 +1,4 @@
-"""Routes a call of torch's to `Operations`: through torch's dispatcher if something listens there, else directly."""
+"""Routes a call of torch to `Operations`: through torch's dispatcher if something listens there, else directly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Operation(NamedTuple):
         name: Name of the method in torch.
         run: Method of `Operations` that runs it.
         num_args: Number of arguments before the options.
-        options: Class of the options; None: the operation takes none.
+        options: Class of the options; None if the operation has no options.
         is_led_here: Whether torch's dispatcher passes this operation to a Python backend. If not, the operation always
             goes directly.
     """
@@ -71,7 +71,7 @@ RECV_ANYSOURCE = Operation("recv_anysource", Operations.recv_anysource, 2)
 
 
 def _options(cls: type, extra: tuple[object, ...], named: dict[str, object]) -> object:
-    """Return the options of a call; if it has none, build them from its shorthands (reduce op, root, timeout)."""
+    """Return the options of a call; if none were passed, build them from the shorthands (reduce op, root, timeout)."""
     for value in (*extra, *named.values()):
         if isinstance(value, cls):
             return value
@@ -112,7 +112,7 @@ _FROM_LISTS = ("scatter", "reduce_scatter")
 
 
 _issued = threading.local()
-"""By thread: the backend's own works of a call through torch's dispatcher, which wraps them."""
+"""By thread: the works that the backend has returned in a call through torch's dispatcher, which wraps works."""
 
 
 def direct(run: Callable[..., Any], operations: Operations, args: tuple[Any, ...]) -> object:
@@ -129,7 +129,7 @@ def direct(run: Callable[..., Any], operations: Operations, args: tuple[Any, ...
 
 
 def _dispatchable(refusal: NotPlain) -> NotPlain:
-    """Return the refusal if torch's dispatcher would come back here; raise it if it would lead to Gloo."""
+    """Return the refusal if torch's dispatcher would call this backend again; raise it if it would call Gloo."""
     if HAS_PYTHON_BACKENDS:
         return refusal
     raise NotPlain(f"{refusal}, or use torch 2.14 or newer, which can unwrap some of these") from None
@@ -197,7 +197,7 @@ def backend_method(operation: Operation) -> Any:
     name, run, num_args, options, _ = operation
 
     def call(self: Any, *args: Any, **named: Any) -> object:
-        if options is not None and len(args) != num_args + 1:  # from Python: the dispatcher passes all
+        if options is not None and len(args) != num_args + 1:  # from Python; the dispatcher passes all arguments
             args = complete(operation, args, named)
         with torch.DisableTorchFunctionSubclass():
             # A blocking operation returns no work, but the Flight Recorder needs one to see that it is over.
@@ -210,7 +210,7 @@ def backend_method(operation: Operation) -> Any:
 
 
 def _rerunnable(method: Any, make: Callable[[Operation], Any], operation: Operation) -> Any:
-    """Give a method `with_run(change)`, which returns the same method around ``change(operation.run)``."""
+    """Add `with_run(change)` to a method; this function returns the same method around ``change(operation.run)``."""
     method.with_run = lambda change: make(operation._replace(run=change(operation.run)))
     return method
 

@@ -1,11 +1,11 @@
 """Makes a group look like Gloo to torch and to programs, in class, name and options; passes GPU tensors to Gloo itself.
 
 A group that replaces Gloo is an ordinary group with a second name, which programs see, and a list of devices that it
-takes. Python and profilers are told the name ``gloo``. C++ is told ``phalanx``, because the logger of torch's DDP casts
-a backend named gloo to the C++ `ProcessGroupGloo` and reads its members.
+accepts. Python code and profilers see the name ``gloo``. C++ code sees ``phalanx``, because the logger of torch's DDP
+casts a backend named gloo to the C++ `ProcessGroupGloo` and reads its members.
 
-From torch 2.14 on, `GlooShaped` has a ``__class__`` that is `ProcessGroupGloo`: `isinstance` says yes, while pybind11
-looks at the real type. Its options are Gloo's. Before 2.14 the group contains a real Gloo anyway.
+From torch 2.14 on, the ``__class__`` of `GlooShaped` is `ProcessGroupGloo`, so `isinstance` returns True, while
+pybind11 looks at the real type. Its options are of Gloo's class. Before 2.14, the group contains a real Gloo anyway.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def _by_device(run: Any) -> Any:
 class GlooShaped(PhalanxBackend):
     """The backend of a group that replaces Gloo, from torch 2.14 on.
 
-    ``isinstance(backend, ProcessGroupGloo)`` is true. Gloo also takes tensors on a GPU. Their collectives go to a group
-    of Gloo's own, which all ranks create at the first such collective.
+    ``isinstance(backend, ProcessGroupGloo)`` is true. Gloo also accepts tensors on a GPU. Collectives of such tensors
+    go to a real Gloo group, which all ranks create at the first of these collectives.
 
     Args:
         store: Key-value store of the group, through which Gloo connects the ranks.
@@ -75,7 +75,7 @@ class GlooShaped(PhalanxBackend):
         return c10d.ProcessGroupGloo
 
     def get_error(self) -> Any:
-        """Return torch's code for the failure that ended the group. As on Gloo, this rank's own abort is no failure."""
+        """Return torch's code for the failure that ended the group; as on Gloo, this rank's own abort is no failure."""
         failure = self._operations.abort_hooks.failure
         if failure is not None and KINDS[failure.kind] is GroupAborted and failure.by is None:
             return _torch.ErrorType.SUCCESS

@@ -1,7 +1,7 @@
 """Makes groups out of a group: of some of its ranks, or of ranks from several jobs.
 
 torch calls the group (``split_group``, ``merge_remote_group``), or, from its own C++ groups, the backend (``split``,
-``merge``). Both lead here, so a rank counts its splits once, whichever way they come.
+``merge``). Both call this module, so a rank counts all its splits in one place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from phalanx._errors import ArgumentError
 from phalanx.backend.calls.ops import Operations
 
 _OFFICE = "mergeGroupRank"
-"""Key under which torch hands out the ranks of a merged group, in the order in which they come."""
+"""Key under which torch counts the ranks that have called for a merged group, to number them in this order."""
 
 
 class Maker:
@@ -58,10 +58,10 @@ class Maker:
         """Return a new group of `ranks`; None on the ranks that are not among them.
 
         Args:
-            ranks: Ranks of this group, in the order of their numbers in the new one.
-            timeout: Timeout of the new group; None: that of this one.
+            ranks: Ranks of this group, in the order of their numbers in the new group.
+            timeout: Timeout of the new group; None: the timeout of this group.
             name: Name of the new group.
-            store: Store in which the new group's ranks meet; None: that of this group.
+            store: Store in which the new group's ranks meet; None: the store of this group.
 
         Raises:
             ArgumentError: A number is not a rank of this group, or occurs twice.
@@ -92,12 +92,12 @@ class Maker:
         Args:
             store: Store that all these ranks reach, and that nothing else uses.
             size: Number of ranks that will call this.
-            timeout: Timeout of the new group; None: that of this one.
+            timeout: Timeout of the new group; None: the timeout of this group.
             name: Name of the new group.
-            rank: Number of this rank in the new group; None: the ranks are numbered as they come.
+            rank: Number of this rank in the new group; None: the ranks are numbered in the order of their calls.
 
         Raises:
-            ArgumentError: `size` is less than 1, or more than `size` ranks have come.
+            ArgumentError: `size` is less than 1, or more than `size` ranks have called this.
         """
         where = self._operations.arguments("merge").where()
         if size < 1:
@@ -115,5 +115,5 @@ class Maker:
             name or f"{self._operations.name}:merge",
             list(range(size)),
             timeout or self._operations.timeout,
-            processes={},  # the known ones go by rank in the world, and this group has other numbers
+            processes={},  # the known processes have their ranks in the world as keys, which are no ranks of this group
         )

@@ -1,18 +1,18 @@
-"""Which results of a reduction are right, given the inputs of all ranks.
+"""Decides which results of a reduction are right, given the inputs of all ranks.
 
-Sums, averages and products of floats depend on the order of the operations, so two right results may differ. The
-difference is bounded by what any order can do. Let u be the unit roundoff of the dtype, n the number of ranks, and
-g(k) = k·u / (1 - k·u), which is Higham's gamma:
+Sums, averages and products of floats depend on the order of the operations, so two right results may differ. A result
+is right if its error is within a bound that holds for any order. Let u be the unit roundoff of the dtype, n the number
+of ranks, and g(k) = k·u / (1 - k·u), which is Higham's gamma:
 
 - **Sums**, for any order: ``|computed - exact| <= g(n-1) · Σ|x|`` (Higham, Accuracy and Stability of Numerical
   Algorithms, 2nd edition, 2002, section 4.2, (4.4) and (4.6)). An average has two more roundings: of 1/n and of the
   division. The parts of complex numbers are summed separately.
-- **Products**, for any order: ``|computed - exact| <= g(n-1) · |exact|`` (Higham, lemma 3.1), and for complex ones
-  g(4(n-1)), since one product of two has a relative error of at most √2·g(2) (Higham, lemma 3.5).
+- **Products**, for any order: ``|computed - exact| <= g(n-1) · |exact|`` (Higham, lemma 3.1). For complex products the
+  factor is g(4(n-1)), since the product of two numbers has a relative error of at most √2·g(2) (Higham, lemma 3.5).
 - **Underflow** adds an absolute error: half a spacing of subnormal numbers for each rounding, or the smallest normal
   number where a program flushes subnormals. In a product, later factors enlarge it by at most Π max(1, |x|).
 - **Overflow.** Where Σ|x|, or Π max(1, |x|), reaches the largest finite number, some order overflows, and an infinity
-  or NaN is right, too. Elsewhere it is wrong.
+  or NaN is right, too. Otherwise, an infinity or NaN is wrong.
 - **inf and NaN in the inputs**: a NaN makes the result NaN; so do infinities of both signs in a sum, and an infinity
   and a zero in a product; otherwise infinities stay, with their sign.
 - **Minimum and maximum** are NaN if an input is. The sign of a zero, and the bits of a NaN, depend on the order.
@@ -67,7 +67,7 @@ def exact(inputs: torch.Tensor, kind: object) -> torch.Tensor:
         value = wide.prod(0)
     else:
         value = wide.sum(0)
-        if kind == RedOpType.AVG:  # by parts: complex division would turn infinities into NaN
+        if kind == RedOpType.AVG:  # in parts, because complex division would turn infinities into NaN
             value = (torch.view_as_real(value) if value.is_complex() else value) / len(inputs)
             value = torch.view_as_complex(value) if wide.is_complex() else value
     return value.to(inputs.dtype)

@@ -56,7 +56,7 @@ class Part:
     """One transfer or reduction of a call.
 
     Attributes:
-        given: Copy of this rank's input: elements in one dimension, or their bytes where data moves.
+        given: Flat copy of this rank's input: its elements for a reduction, its bytes for a transfer.
         outputs: Tensors that hold this rank's result, in order.
         is_agreed: Whether `find` has established, on all ranks, that no rank's result is wrong.
     """
@@ -85,7 +85,7 @@ class Part:
         got = copied(plain(tensor.detach()).reshape(-1)[first : first + 1])
         index = torch.unravel_index(torch.tensor(first, device="cpu"), tensor.shape)
         shown = _shown(got), _shown(want)
-        if shown[0] == shown[1] or got.dtype != want.dtype:  # NaNs, or a dtype that is only moved
+        if shown[0] == shown[1] or got.dtype != want.dtype:  # NaNs, or a dtype without arithmetic
             shown = _hex(got), _hex(want)
         num_elems = sum(t.numel() for t in self.outputs)
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -94,7 +94,7 @@ class Part:
 
 @dataclass
 class Moved(Part):
-    """Data that is only moved: `carry` returns the expected bytes of the result."""
+    """A transfer, which only copies data: `carry` returns the expected bytes of the result."""
 
     carry: Callable[[Oracle, torch.Tensor], torch.Tensor]
 
@@ -111,10 +111,11 @@ class Moved(Part):
 
 @dataclass
 class Reduced(Part):
-    """A reduction of all ranks' inputs; this rank's outputs hold its elements from `start` on, if any.
+    """A reduction of all ranks' inputs.
 
     Attributes:
         kind: torch's reduce operation.
+        start: Index in the whole result of the first element in this rank's outputs.
     """
 
     kind: Any
@@ -158,7 +159,7 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 def _have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors hold the same bits; whole numbers are compared ten times as fast as bytes."""
+    """Whether two contiguous tensors hold the same bits. Integers are compared ten times as fast as bytes."""
     whole = _WHOLE[one.itemsize]
     return torch.equal(one.view(whole), other.view(whole))
 
@@ -172,7 +173,7 @@ def differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def _shown(one: torch.Tensor) -> str:
     try:
         return str(one.item())
-    except (RuntimeError, NotImplementedError, TypeError):  # a dtype that is only moved
+    except (RuntimeError, NotImplementedError, TypeError):  # a dtype without arithmetic
         return _hex(one)
 
 
@@ -237,7 +238,7 @@ class Parts:
         self.parts.append(Reduced(given, self._readable(targets), kind, start))
 
     def _readable(self, targets: Tensors) -> Tensors:
-        """Return the outputs, or none if they overwrite each other; the other ranks still compare their results."""
+        """Return the outputs, or an empty list if they overlap; the other ranks still compare their results."""
         if len(targets) > 1 and do_overlap(targets, []):
             say_once("PHALANX_VERIFY: outputs that overlap each other are not verified")
             return []
@@ -311,7 +312,7 @@ class Parts:
         self._move([source], [output], lambda oracle, data: oracle.all_to_all(data, *sizes))
 
     def _split(self, tensor: torch.Tensor, rows: Sequence[int]) -> list[int]:
-        """Return the number of bytes for each rank; `rows` counts rows of dimension 0, empty: an even division."""
+        """Return the number of bytes for each rank. `rows` counts rows of dimension 0; if empty, divide evenly."""
         if not rows:
             return [tensor.nbytes // self.ranks.size] * self.ranks.size
         num_rows = tensor.shape[0] if tensor.dim() else 1

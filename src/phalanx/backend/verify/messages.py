@@ -1,18 +1,18 @@
 """Verifies every k-th message of each pair of ranks and each tag, on the receiver.
 
 **The number of a message** is its place among the messages of one sender with one tag. The sender counts its sends.
-The core matches a sender's messages, in order, to receives in the order in which they were posted. So the receiver
-counts its receives from that sender in the order of posting. A receive from any source counts among them, too, once it
-is matched and its sender is known.
+The core matches the messages of a sender, in the order of sending, to receives, in the order of posting. So the
+receiver counts its receives from that sender in the order of posting. A receive from any source is counted, too, once
+it is matched and its sender is known.
 
 Several threads may send and receive with the same tag. So a message is handed to the core, counted and sent on Gloo
 under one lock (`_sending`), and a receive is posted and noted under another (`_lock`). Otherwise two messages could
 swap their numbers.
 
-**On Gloo**, the sender sends the number and the bytes again at once, and Gloo keeps them until the receiver asks. The
+**On Gloo**, the sender immediately sends the number and the bytes again; Gloo keeps them until the receiver asks. The
 receiver asks once its receive is over. It reads the sender's messages in order until it has the right one, and keeps
-the others for receives that are waited for later. A message is not verified if its sender has left before Gloo
-delivered it, since the program did nothing wrong; a printed line says so.
+the earlier ones for receives whose callers wait later. If the sender has left before Gloo delivered a message, the
+message is not verified, since the program did nothing wrong; a printed line says so.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from phalanx.backend.verify.oracle import Oracle, Unanswered
 from phalanx.backend.verify.reports import Told, error_of, new_folder, save, tally
 from phalanx.record.sites import call_site
 
-_MOST_TAG = 0x7FFFFFFF  # range of Gloo's tags; the core takes signed 64-bit ones
+_MOST_TAG = 0x7FFFFFFF  # largest tag of Gloo; tags of the core are signed 64-bit numbers
 _HEAD = 2  # header of two integers: the message's number and its size in bytes
 
 Stream = tuple[int, int]
@@ -72,8 +72,8 @@ class Messages:
         self._rank = operations.ranks.rank
         self._num_sent: dict[Stream, int] = {}
         self._num_received: dict[Stream, int] = {}
-        self._posted: dict[int, list[Receipt]] = {}  # by tag: those whose number is not known yet
-        self._told: dict[Stream, dict[int, torch.Tensor]] = {}  # by number: bytes that Gloo brought for other receives
+        self._posted: dict[int, list[Receipt]] = {}  # by tag: receives whose number is not known yet
+        self._told: dict[Stream, dict[int, torch.Tensor]] = {}  # by number: bytes for receives that wait later
         self._sending = threading.RLock()  # reentrant, like the other two: a signal handler may interrupt the holder
         self._lock = threading.RLock()
         self._receiving = threading.RLock()
@@ -98,7 +98,7 @@ class Messages:
         return work
 
     def recv(self, run: Callable[..., PhalanxWork], tensors: Tensors, source: int, tag: int) -> PhalanxWork:
-        """Receive by a method of `Operations`, from any rank if `source` is -1."""
+        """Receive with a method of `Operations`, from any rank if `source` is -1."""
         args = (tensors, tag) if source < 0 else (tensors, source, tag)
         site = call_site()
         with self._lock:

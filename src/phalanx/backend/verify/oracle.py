@@ -1,10 +1,11 @@
 """The Gloo group beside a group: runs an operation again, and lets the ranks agree on what they found.
 
-Gloo gets only what it can handle: contiguous memory, bytes where data only moves, and dtypes that it reduces. Integers
-of 16 and 32 bits for which Gloo has no kernel travel in a wider dtype, and wrap when they are converted back. Bools
-travel as bytes of 0 and 1, since Gloo's sum of two bools is 2; complex numbers travel as pairs. An average is Gloo's
-sum, divided here. reduce and reduce_scatter run Gloo's all_reduce, and each rank takes its part, as in Gloo's own
-reduce_scatter. Gloo has no products of complex numbers: they are checked only against the inputs of all ranks.
+Gloo gets only input that it can handle: contiguous memory, bytes for operations that only copy data, and dtypes that it
+reduces. Integers of 16 and 32 bits for which Gloo has no kernel are converted to a wider dtype, and wrap around when
+they are converted back. Bools are sent as bytes of 0 and 1, since Gloo's sum of two bools is 2; complex numbers are
+sent as pairs. An average is Gloo's sum, divided here. reduce and reduce_scatter run Gloo's all_reduce, and each rank
+keeps its part, as in Gloo's own reduce_scatter. Gloo has no products of complex numbers, so these are checked only
+against the inputs of all ranks.
 
 **Every wait ends** when Gloo is done, when the group ends on any rank (the core notices that), at the deadline, or by
 Ctrl-C. Gloo's errors name no rank, so the core is asked which rank failed.
@@ -80,8 +81,8 @@ class Oracle:
     ) -> None:
         self._core, self._ranks, self._timeout = core, ranks, timeout
         self._last: Any = None  # operation that may still run
-        # Threads wait for messages: Gloo can't be asked whether one has arrived, and a wait that times out closes the
-        # connection.
+        # Threads wait for messages, because Gloo can't be asked whether a message has arrived, and because a wait that
+        # times out closes the connection.
         self._sends, self._receives = (Tasks(f"phalanx-verify-{what}", lambda: None) for what in ("send", "recv"))
         everyone = list(range(ranks.size))
         self._channel = GlooChannel(store, ranks.rank, everyone, address, self._limit_s, silence_s)
@@ -106,7 +107,7 @@ class Oracle:
             tasks.close()
 
     def free(self) -> None:
-        """Free the engine, unless a cancelled operation never ends: the destructor would wait for it."""
+        """Free the engine, unless a cancelled operation is still running: the destructor would wait for it."""
 
         def is_over() -> bool | None:
             return self._last is None or self._last.is_completed() or None
@@ -120,7 +121,7 @@ class Oracle:
     # ---- waiting ---------------------------------------------------------------------------------------------------
 
     def run(self, start: Callable[[], Any], op: str) -> None:
-        """Start an operation of Gloo's and wait until it is over.
+        """Start an operation of Gloo and wait until it is over.
 
         Raises:
             PhalanxError: The operation failed, or the group ended meanwhile; the error names the rank at fault.
@@ -135,7 +136,7 @@ class Oracle:
         try:
             work = self._last = start()
             while not work.is_completed():
-                with contextlib.suppress(RuntimeError):  # not over yet; or it has failed, and is over
+                with contextlib.suppress(RuntimeError):  # it is not over yet, or it has failed
                     wait_for_gloo(work, timedelta(seconds=LOOK_S))
                 if self._core.told or time.monotonic() > end_s:
                     break
@@ -159,7 +160,7 @@ class Oracle:
             self._core.abort(text)
         return PhalanxError(f"rank {self._ranks.global_ranks[self._ranks.rank]}: {text}", op=op, entry="wrong-result")
 
-    # ---- data that moves -------------------------------------------------------------------------------------------
+    # ---- transfers -------------------------------------------------------------------------------------------------
 
     def broadcast(self, data: torch.Tensor, size: int, root: int) -> torch.Tensor:
         opts = c10d.BroadcastOptions()
@@ -315,7 +316,7 @@ class Oracle:
             yield indices, everyone.view(given.dtype).reshape(n, -1)
 
     def share(self, told: Any, shape: Shape) -> list[Any]:
-        """Return the ranks' reports in rank order. Usually no rank has a report, and then this costs little."""
+        """Return the ranks' reports in rank order. This costs little if no rank has a report, the usual case."""
         mine = json.dumps(as_facts(told)).encode() if told is not None else b""
         most = self.most(len(mine))
         if not most:

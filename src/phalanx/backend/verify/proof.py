@@ -6,8 +6,8 @@ the core refuses calls that differ; a refused call is not counted. Messages are 
 
 **In order.** Every rank must ask Gloo for the same operations in the same order. A blocking call is verified in the
 calling thread if nothing is pending. Verifications of asynchronous calls run on a thread of the group, one after the
-other, in the order in which the calls began. Each waits only for its own operation, which has begun on all ranks, so it
-never waits for a caller's next step. The caller's work is over once its verification is.
+other, in the order in which the calls began. Each verification waits only for its own operation, which has begun on all
+ranks, so it never waits for a caller's next step. The caller's work is over once its verification is over.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Proof:
     # ---- collectives -----------------------------------------------------------------------------------------------
 
     def collective(self, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a collective of `Operations`, and verify it if it is a k-th one."""
+        """Run a collective of `Operations`, and verify it if its number is a multiple of k."""
         if self._pending:
             self._wait_for_overlaps(args)
         self._number += 1
@@ -107,7 +107,7 @@ class Proof:
         except WrongResult:
             raise
         except Exception:
-            self._number -= 1  # another thread may have counted meanwhile
+            self._number -= 1  # not reset to its former value: another thread may have counted meanwhile
             raise
         if not isinstance(problem, Unverifiable):
             raise problem
@@ -132,7 +132,7 @@ class Proof:
             finally:
                 self._tasks.end_here()
         begun = threading.Event()
-        results: list[Any] = []  # none if the call was refused
+        results: list[Any] = []  # empty if the call was refused
 
         def prove() -> None:
             begun.wait()
@@ -163,7 +163,7 @@ class Proof:
         return outer
 
     def _call(self, method: str, number: int, args: tuple[Any, ...]) -> tuple[Call | None, Any]:
-        """Copy the inputs of a call; if that can't be done, return why, since the call itself may be refused first."""
+        """Copy the inputs of a call. If that fails, return the reason, since the core may refuse the call first."""
         made = Parts(self._ranks)
         try:
             with torch.no_grad():
@@ -185,7 +185,8 @@ class Proof:
     def _wait_for_inputs(self, args: tuple[Any, ...]) -> None:
         """Wait for collectives that still write to the tensors of a call, before the tensors are copied.
 
-        Do not wait for messages: whether one is received may depend on what its sender does after this call.
+        This does not wait for messages, because whether a message arrives may depend on what its sender does after this
+        call.
         """
         running = [work for ref in self._unverified if (work := ref()) is not None and not work.over]
         tensors = list(_tensors_in(args)) if running else []
@@ -248,7 +249,7 @@ class Proof:
         return Told(self.me, call.site, new_folder(call.op), found)
 
     def _save(self, call: Call, folder: str) -> str:
-        """Write the arguments as they were before the call, and the results, for `replay`; return why that failed."""
+        """Write the arguments as they were before the call, and the results, for `replay`; return the error, if any."""
         reduce_op = getattr(call.args[-1], "reduceOp", None)
         state = {
             "method": call.method,
@@ -293,5 +294,5 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _meet(some: Tensors, others: Tensors) -> bool:
-    """Whether memory of some tensors overlaps that of others."""
+    """Whether a tensor in `some` shares memory with a tensor in `others`."""
     return any(do_overlap([one], others) for one in _tensors_in(some))

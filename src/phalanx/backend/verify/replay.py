@@ -29,7 +29,7 @@ def main(words: list[str]) -> int:
     """Run the command on one rank; return 2 for a usage error."""
     try:
         if len(words) != 1 or not os.path.isdir(words[0]):
-            raise UsageError(f"one folder is needed, that an error named; got {' '.join(words) or 'none'}", RIGHT_CALL)
+            raise UsageError(f"pass the folder that the error named; got {' '.join(words) or 'nothing'}", RIGHT_CALL)
         _env.update({_env.VERIFY_VARIABLE: "gloo"})
         dist.init_process_group("phalanx")
         _replay(words[0])
@@ -47,7 +47,7 @@ def _replay(folder: str) -> None:
         raise UsageError(f"{folder} holds no inputs of a call (rank_0.pt and so on)", RIGHT_CALL)
     state = _read(folder, rank if rank in saved else saved[0])
     if state["world_size"] != size:
-        raise UsageError(f"the call was made by {state['world_size']} ranks, and these are {size}", RIGHT_CALL)
+        raise UsageError(f"the call was made by {state['world_size']} ranks, but this run has {size}", RIGHT_CALL)
     if state["method"] == "recv":
         tensor = state["args"][0]
         dist.send(tensor, 1) if rank == 0 else dist.recv(torch.empty_like(tensor), 0)

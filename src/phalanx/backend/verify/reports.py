@@ -1,4 +1,4 @@
-"""Reports verifications: wrong results, to the ranks and in files, and at the end how many calls were verified."""
+"""Reports wrong results to the ranks and in files, and at the end how many calls were verified."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Tally:
             self.is_begun = True
             multiprocessing.util.Finalize(
                 None, self._say, exitpriority=0
-            )  # children of multiprocessing run these, unlike atexit's functions
+            )  # children of multiprocessing run finalizers, but not functions that are registered with atexit
 
     def _say(self) -> None:
         num_wrong = f"{self.num_wrong} {plural(self.num_wrong, 'result')} differed" if self.num_wrong else ""
@@ -85,7 +85,7 @@ def error_of(
     inputs += f"phalanx run --nproc-per-node {size} -m phalanx.backend.verify.replay {first.folder}"
     if lost:
         inputs = (
-            f"The inputs of this rank could not be written to {first.folder}: {lost}. To have them, make room there"
+            f"The inputs of this rank could not be written to {first.folder}: {lost}. To save them, free space there"
         )
         inputs += " or start in another folder, and run the script again"
     return WrongResult(
@@ -103,7 +103,7 @@ def error_of(
 
 
 def new_folder(op: str) -> str:
-    """Return the path of a folder that does not exist yet, in the working folder or the one for temporary files."""
+    """Return the path of a folder that does not exist yet, in the working folder or the folder for temporary files."""
     name = f"{op}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{threading.get_native_id()}-{next(_NUMBERS)}"
     base = FOLDER if os.access(".", os.W_OK) else os.path.join(tempfile.gettempdir(), FOLDER)
     return os.path.join(base, name)
@@ -112,12 +112,12 @@ def new_folder(op: str) -> str:
 def save(state: dict[str, Any], folder: str, rank: int) -> str:
     """Write a rank's file. If that fails, leave no file and return the reason.
 
-    It raises nothing itself, because the error to raise is the wrong result.
+    Raises nothing itself, because the caller is about to raise the error about the wrong result.
     """
     path = os.path.join(folder, f"rank_{rank}.pt")
     try:
         os.makedirs(folder, exist_ok=True)
-        with open(path, "wb") as file:  # torch's own writer would not name a full disk
+        with open(path, "wb") as file:  # the error of torch's own writer would not mention a full disk
             torch.save(state, file)
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):

@@ -40,14 +40,14 @@ class VerifiedOperations(Operations):
     _has_left = False
 
     def verify(self, store: Store, every: int, silence_s: float) -> None:
-        """Connect Gloo beside the group, on every rank.
+        """Connect the ranks through Gloo as well, to compare results with it. Every rank must call this.
 
         Args:
             store: Store used only for this.
             every: One call in this many is verified.
             silence_s: Seconds without an answer after which a connection counts as lost.
         """
-        # Ranks that share memory also share a network namespace: in another one, a rank counts as a host of its own.
+        # Ranks that share memory also share a network namespace: a rank in another one counts as a host of its own.
         address = getattr(self._core, "address", LOOPBACK) or outside_address()
         oracle = Oracle(self._core, store, self.ranks, address, lambda: self.timeout, silence_s)
         self.proof = Proof(self, oracle, every, self.name)
@@ -68,7 +68,7 @@ class VerifiedOperations(Operations):
         self._has_left = True
         if os.getpid() == self._pid:
             self.proof.close(may_wait=may_wait)
-        else:  # a forked child lacks Gloo's threads, and destroying it would wait for them
+        else:  # a forked child lacks Gloo's threads, and destroying Gloo would wait for them
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.proof))
 
 
@@ -122,7 +122,7 @@ class VerifiedGroup(verified(PhalanxGroup)):  # type: ignore[misc]
     """The process group that Python callers see, verified."""
 
     def run(self, method: str, *args: Any) -> Any:
-        """Run the operation of `Operations` of this name, and verify it."""
+        """Run the method of `Operations` that has this name, and verify it."""
         return checked(getattr(Operations, method))(self._operations, *args)
 
     def average_coalesced(

@@ -2,17 +2,17 @@
 
 Each tensor has a block of its own (`phalanx.host.shared_blocks`). FSDP2 asks for two tensors per collective and frees
 them after it, and the kernel clears each new page. So a block that was never handed to another process is kept when its
-tensor is freed, and reused for the next one of about its size: 16 MiB then cost 16 us instead of 18 ms. A block that
-was handed over is closed instead: peers may still map it, and must never see another tensor.
+tensor is freed, and reused for the next tensor of about the same size: 16 MiB then cost 16 us instead of 18 ms. A block
+that was handed over is closed instead: peers may still map it, and must never see another tensor in it.
 
 Blocks are kept for 20 s, and in total at most as many bytes as tensors have needed at once. All kept blocks are freed
-when a new block is refused, or when memory runs short, which calls check at most once per second. Between calls, no
-memory is freed, because no thread runs for that.
+when a new block is refused, or when memory runs short. Calls check the memory at most once per second. Between calls,
+no memory is freed, because no thread runs for that.
 
 Two descriptors are open while a tensor lives: one for the block and one for its mapping (Python's ``mmap`` duplicates
 the first). The alternative was a range within one large block, with two descriptors in all. But then the kernel would
-not know which ranges peers still map, and a rank that died at the wrong moment would leave a reference count that
-nobody takes back.
+not know which ranges peers still map, and a rank that died at the wrong moment would leave a reference that nobody
+releases.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Pool:
         self._looked_s = 0.0
 
     def take(self, size_bytes: int) -> tuple[memoryview, int]:
-        """Return a view of memory of at least that size, in use until the view is freed, and its address.
+        """Return a view of at least `size_bytes` of memory, and its address. Freeing the view gives the memory back.
 
         Raises:
             OSError: There is no memory.
@@ -121,7 +121,10 @@ class Pool:
         self._peak_bytes = self.used_bytes
 
     def find(self, tensor: torch.Tensor) -> tuple[Block, int] | None:
-        """Return the block that holds a tensor, to hand it over, and the offset of the tensor's storage in it."""
+        """Return the block that holds a tensor, and the offset of the tensor's storage in it; None if none holds it.
+
+        From now on, the block counts as handed over.
+        """
         start = tensor.untyped_storage().data_ptr()
         starts = sorted(self._used)
         at = bisect.bisect_right(starts, start) - 1
@@ -156,7 +159,7 @@ def allocate_tensor(
 ) -> torch.Tensor:
     """Return an uninitialised CPU tensor in memory that other ranks of this host can map.
 
-    It is an ordinary tensor otherwise. A forked child shares its memory with its parent.
+    In other respects, it is an ordinary tensor. A forked child shares the tensor's memory with its parent.
 
     Args:
         size: Length of the tensor, of shape ``(size,)``.

@@ -1,15 +1,15 @@
 """Windows of torch 2.14: memory of each rank that the other ranks of its host write (`put`) and read in place.
 
 torch's ``Window`` has no constructor for Python, so `Window` here is a class of its own with the same methods and
-names; its ranks are those of the group. The front end, ``dist._new_window``, passes it through.
+names; its ranks are those of the group. torch's front end, ``dist._new_window``, returns it unchanged.
 
 **Registration** is collective: the ranks exchange what they offer (the address of the block that holds the tensor, its
 shape and dtype, or why they refuse), map what the others offer, and exchange whether that went well. So a mistake or a
-shortage on one rank raises the same error on all ranks. Afterwards everything is mapped: if an owner frees its tensor,
-the mappings of the others stay valid, and no later call fails because of that.
+shortage on one rank raises the same error on all ranks. Afterwards, everything is mapped: if an owner frees its tensor,
+the mappings of the other ranks stay valid, and their later calls still succeed.
 
 **put** is one copy by torch into the mapping. The copy is complete when the call returns, and so is its Work. 64 MiB
-take 1.3 to 1.5 times as long as a copy into huge pages, which the kernel gives to no shared memory by default
+take 1.3 to 1.5 times as long as a copy into huge pages, which the kernel does not use for shared memory by default
 (``python -m bench.interface --only put``).
 
 **Signals** are counters in a block of the host's first rank (``csrc/p2p/signals.h``). A signal makes earlier puts of
@@ -74,7 +74,7 @@ class _Offer:
     Attributes:
         call: The call, as its caller wrote it.
         window: Number of the window in its group.
-        refusal: Reason why this rank can't go on; empty if it can.
+        refusal: Reason why this rank can't continue; empty if it can.
         is_short: Whether memory or descriptors are short.
         tensor: Address of the block that holds the rank's tensor; None: no tensor, or an empty one.
         offset_bytes: Offset of the tensor in that block.
@@ -109,10 +109,10 @@ class Window:
         self._ranks = operations.ranks  # a reconfigure gives the group other ranks
         self._rank = operations._rank
         self._tensor: torch.Tensor | None = None  # kept alive if the window owns it
-        self._views: dict[int, torch.Tensor] | None = None  # what each rank of this host registered
+        self._views: dict[int, torch.Tensor] | None = None  # by rank of this host: its tensor
         self._flats: dict[int, torch.Tensor] = {}  # the same tensors, flattened
         self._over = finished([])  # handle of calls that are complete when they return
-        self._untouched: dict[int, Any] = {}  # mappings without a put so far
+        self._untouched: dict[int, Any] = {}  # mappings into which nothing was put so far
         self._counters: torch.Tensor | None = None
         self._sends: dict[int, int] = {}  # addresses of counters
         self._receives: dict[int, int] = {}
@@ -121,7 +121,7 @@ class Window:
     # ---- collective calls ------------------------------------------------------------------------------------------
 
     def tensor_register(self, tensor: torch.Tensor, owning: bool = True) -> None:
-        """Offer a tensor of this rank to the others. Every rank must call this, with one dtype and tensors of any size.
+        """Offer a tensor of this rank to the others. Every rank must call this, with tensors of one dtype and any size.
 
         The errors below are raised on every rank.
 
@@ -171,7 +171,7 @@ class Window:
         except OSError as error:
             refusal = f"the memory of another rank can't be mapped: {error.strerror or error}"
         except ValueError as error:  # the numbers in an offer make no sense
-            refusal = f"another rank offers what can't be: {error}"
+            refusal = f"another rank's offer is invalid: {error}"
         # `tensor` and `counters` live here until all ranks have mapped them.
         self._exchange(_Offer(call, self._number, refusal, bool(refusal)))
         if tensor is not None:
@@ -220,7 +220,7 @@ class Window:
             self._receives[rank] = base + (place * size + me) * _STRIDE
 
     def _view(self, rank: int, offer: _Offer) -> torch.Tensor:
-        """Return the tensor that a rank of this host offers, mapped."""
+        """Map the tensor that a rank of this host offers, and return it."""
         dtype = next(dtype for dtype, (code, _) in DTYPE_CODES.items() if code == offer.dtype)
         shape = offer.shape or []
         if offer.tensor is None:
@@ -331,21 +331,21 @@ class Window:
         return view.detach()
 
     def signal(self, peer_rank: int, async_op: bool = False, opts: Any = None) -> PhalanxWork:
-        """Send a signal to a rank; it arrives after everything that this rank has put before. Never waits."""
+        """Send a signal to a rank; it arrives after all data that this rank has put before. Never waits."""
         place = self._place("signal", "peer_rank", peer_rank)
         self._core("signal").signal(self._sends[peer_rank], place)
         return self._over
 
     def wait_signal(self, peer_rank: int, async_op: bool = False, opts: Any = None) -> PhalanxWork:
-        """Wait for the next signal of a rank: the n-th call waits for its n-th signal.
+        """Wait for the next signal of a rank: the n-th call waits for that rank's n-th signal.
 
         Args:
             peer_rank: Rank of the group.
-            async_op: Whether to return at once; the Work waits.
+            async_op: Whether to return at once; the returned work then waits for the signal.
             opts: torch's WaitSignalOptions, whose timeout replaces the group's.
 
         Raises:
-            CollectiveTimeout: No signal has come in time. The group has ended, as after a message that timed out.
+            CollectiveTimeout: No signal has arrived in time. The group has ended, as after a message that timed out.
             RankFailed: That rank has ended or left the group.
         """
         place = self._place("wait_signal", "peer_rank", peer_rank)
@@ -374,7 +374,7 @@ class Window:
     def _require_own_ranks(self, op: str) -> None:
         if self._operations.ranks is not self._ranks:
             raise GroupUnusable(
-                f"{self._where(op)}: the group has got other ranks since the window was made; make a new one", op=op
+                f"{self._where(op)}: the group's ranks have changed since the window was made; make a new one", op=op
             )
 
     def _place(self, op: str, name: str, rank: int) -> int:
@@ -437,7 +437,7 @@ class _Expected:
         return True
 
     def notify(self, completions: Any, number: int) -> None:
-        """Push the number of a future once the signal has arrived. Only futures need the thread that waits for it."""
+        """Push the number of a future once the signal has arrived. Only futures need a thread for this wait."""
 
         def wait() -> None:
             with contextlib.suppress(Exception):  # `error()` returns it
@@ -452,7 +452,7 @@ def _wait_for(expected: _Expected, timeout_s: float) -> bool:
 
 
 def _touch(memory: Any) -> None:
-    """Map all pages at once, if the kernel can: that takes a third of the time that page faults would."""
+    """Map all pages at once, if the kernel can: that takes a third of the time that page faults take."""
     try:
         memory.madvise(_POPULATE_WRITE)
     except (OSError, ValueError):  # an older kernel, or a limit: pages are mapped one by one
@@ -468,8 +468,8 @@ def _cut(offer: _Offer) -> _Offer:
 
 
 def new_window(operations: Operations, tensor: torch.Tensor | None = None) -> Window:
-    """Return a new window of a group, with this rank's tensor registered if one is given. Every rank must call this."""
+    """Return a new window of a group; register this rank's tensor in it if one is given. Every rank must call this."""
     window = Window(operations, operations.num_windows + 1)
     window._register(_NEW, tensor, True)
-    operations.num_windows += 1  # not before: after a mismatch, ranks that had made other calls would count one less
+    operations.num_windows += 1  # only now: after a mismatch, ranks that made another call have not counted this one
     return window

@@ -1,24 +1,27 @@
 """One attempt of one job at a time may write to a folder: the one that has claimed the folder's newest epoch.
 
     .lock            the holder's note, as JSON; the holder keeps it locked, and renews it every second
-    .epoch-13        created with O_EXCL to claim epoch 13, so only one process can
+    .epoch-13        created with O_EXCL to claim epoch 13, so that only one process can claim it
 
-A process that is started again while it is cut off from its job can't know of that job, and begins a new one if the
-flags allow it. No vote can prevent that; the folder can. The Trainer's lock is built on this module, and
-`checkpoint.save` in other scripts claims its own folder if the job has several hosts.
+A process that is started again while it is cut off from its job can't know that the job still runs, and begins a new
+job if the flags allow it. No vote can prevent that, but the new job can be refused the folder. The Trainer's lock is
+built on this module. In other scripts, `checkpoint.save` claims the folder that it writes to if the job has several
+hosts.
 
 - **Epochs** grow by one with each attempt that is admitted, whichever job it belongs to. O_EXCL, rather than a lock,
-  decides between claims of one epoch, because not every file system locks across hosts. ``PHALANX_EPOCH`` tells ranks
-  their job and attempt: a newer attempt of the same job takes the folder at once, an older one never.
+  decides between claims of one epoch, because not every file system locks across hosts. ``PHALANX_EPOCH`` holds the job
+  and the attempt of a rank: a newer attempt of the same job takes the folder at once, an older attempt never takes it.
 - **The lock of a process that died on this kernel is free at once**, so a job that starts again on the same host does
   not wait. A note that another host has not closed counts as abandoned after 4 s without a renewal. A renewal changes a
-  counter, and the reader times it with its own monotonic clock: no wall clocks are compared.
-- **Publishing** checks the epoch last, just before the rename. Before it saves, a process that has taken a folder
-  renames all drafts away, so a rank that was stopped between its check and its rename has nothing left to rename. One
-  gap remains: a rank that is stopped between check and write can still append a line to metrics.jsonl.
-- **The younger job yields.** When the folder refuses it, or its agent meets the older job, it ends its ranks, and its
-  agent re-executes itself with another id and without the right to begin a job. Ages are compared as durations, not
-  by the keys of the jobs' views, because a job that fails often has larger keys.
+  counter, and the reader measures the time between changes with its own monotonic clock: no wall clocks are compared.
+- **Publishing** checks the epoch last, just before the rename. After a process has taken a folder, and before it saves,
+  it renames all drafts in that folder. So a rank that was suspended between its check and its rename finds no draft to
+  rename. One gap remains: a rank that is suspended between its check and a write can still append a line to
+  metrics.jsonl.
+- **The younger job yields.** When the folder refuses the younger job, or the younger job's agent meets the older job,
+  the younger job ends its ranks. Its agent then re-executes itself with another id and without the right to begin a
+  job. Ages are compared as durations, not by the keys of the jobs' views, because a job that fails often has larger
+  keys.
 
 **Not built: a claim that lets the second of two hosts continue when the first loses power.** The second would have to
 know that the first no longer trains. A claim shows only that it is not being renewed, which is also true of a host that
@@ -51,8 +54,8 @@ from phalanx.wire.waiting import wait_until
 
 BEAT_S = 1.0
 SILENCE_S = 4.0
-"""Time without a change after which a note from another host counts as left by a job that has ended."""
-_STALE_S = 2.0  # after a longer pause between renewals, the folder is checked again
+"""If a note from another host does not change for this long, the job that wrote it counts as ended."""
+_STALE_S = 2.0  # if the last renewal is older, the folder is checked again
 _LOOK_EVERY_S = 0.02
 _NAME = ".lock"
 _CLAIM = re.compile(r"\.epoch-([0-9]{1,18})")
@@ -72,9 +75,9 @@ class Claimant:
     """This attempt of this job, as its launcher describes it.
 
     Attributes:
-        job: Name that all attempts of the job share; empty: it has no launcher.
+        job: Name that all attempts of the job share; empty if the job has no launcher.
         attempt: Number of the attempt, greater than those of earlier attempts.
-        name: Name that all jobs with the same rendezvous share; empty: the job has one host.
+        name: Name that all jobs with the same rendezvous share; empty if the job has only one host.
     """
 
     job: str = ""
@@ -87,9 +90,9 @@ class Note:
     """The note of a folder's holder.
 
     Attributes:
-        boot: Boot of the kernel that the holder runs on.
-        beat: Number of renewals.
-        is_open: Whether the holder has yet to release the folder.
+        boot: Boot id of the holder's kernel; it changes when that host restarts.
+        beat: Number of times that the holder has renewed the note.
+        is_open: Whether the holder has not yet released the folder.
         is_settled: Whether the holder's job was admitted to the folder.
     """
 
@@ -160,7 +163,7 @@ class Claim:
         """Take the folder; return the note of its holder if it can't be taken.
 
         Raises:
-            OSError: Its files can't be written, or belong to another program.
+            OSError: The claim's files can't be written, or belong to another program.
         """
         with contextlib.ExitStack() as stack:
             self._file = stack.enter_context(open_regular(self._path, os.O_RDWR | os.O_CREAT))
@@ -181,10 +184,10 @@ class Claim:
             self._write(dataclasses.replace(self._note, is_settled=is_settled))
 
     def check(self) -> None:
-        """Check that the folder is still ours. The files are read only if this process was stopped for a while.
+        """Check that the folder is still ours. This reads files only if the process was suspended for a while.
 
         Raises:
-            OtherSide: Another process has taken it.
+            OtherSide: Another process has taken the folder.
         """
         if self._lost is None and time.monotonic() - self._renewed_s > _STALE_S:
             self._renew()
@@ -235,7 +238,7 @@ class Claim:
         if not is_locked and not self.problem:
             return False
         if not note.is_open or (is_locked and note.boot in ("", _boot())):
-            return True  # released, or held by a process of this host that has ended: it would have the lock
+            return True  # released, or left by an ended process of this host: a live one has the lock
         return self._is_silent(note)
 
     def _is_silent(self, note: Note) -> bool:
@@ -265,7 +268,7 @@ class Claim:
             if old <= epoch - _NUM_CLAIMS_KEPT:
                 with contextlib.suppress(OSError):
                     os.unlink(_claim_path(self._folder, old))
-        return not os.path.exists(_claim_path(self._folder, epoch + 1))  # exists if this process was stopped meanwhile
+        return not os.path.exists(_claim_path(self._folder, epoch + 1))  # no newer claim has been made meanwhile
 
     # ------------------------------------------------------------ keeping it
 
@@ -282,7 +285,7 @@ class Claim:
             except OtherSide as error:
                 self._lost = error
                 return
-            with contextlib.suppress(OSError):  # an older attempt of our job may have held the lock until it ended
+            with contextlib.suppress(OSError):  # fails while an older attempt of our job still has the lock
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._write(dataclasses.replace(self._note, beat=self._note.beat + 1))
 
@@ -299,10 +302,11 @@ _claimed: dict[str, Claim] = {}  # claims of this process, by folder
 
 
 def fence_for(folder: str) -> Fence | None:
-    """Return the fence of the checkpoints in `folder`; None: there is none.
+    """Return the fence of the checkpoints in `folder`; None if they need no fence.
 
-    For a Trainer it is the claim on the run's folder. Other scripts claim the folder of the checkpoints itself if their
-    job has several hosts, because a host that was cut off may have been started a second time.
+    The fence of a Trainer's checkpoints belongs to the claim on the run's folder. Other scripts claim the folder of the
+    checkpoints itself if their job has several hosts, because a host that was cut off may have started the job a second
+    time.
 
     Raises:
         OtherSide: Another side of the job holds the folder.
@@ -330,7 +334,7 @@ def other_side(folder: str, holder: Note, prefix: str = "") -> OtherSide:
 
 
 def is_other_side(holder: Note) -> bool:
-    """Return whether a folder's holder is another side of this job: an attempt of it, or a job with its rendezvous."""
+    """Return whether a folder's holder is another side of this job: its attempt, or a job with its rendezvous."""
     ours = claimant()
     return bool(ours.job) and (holder.job == ours.job or (ours.name != "" and holder.name == ours.name))
 
@@ -346,7 +350,7 @@ def claimant() -> Claimant:
 
 
 def read_note(folder: str) -> Note:
-    """Return the note of a folder's holder; a note with no holder if the file is missing or not a note."""
+    """Return the note of a folder's holder; an empty note if the file is missing or invalid."""
     with contextlib.suppress(OSError, ValueError):
         return read_value(read_json(os.path.join(folder, _NAME)), Note)
     return Note()
@@ -369,7 +373,7 @@ def _boot() -> str:
 
 
 def _unlock_in_child() -> None:
-    for claim in [*_claimed.values()]:  # runs in a forked worker of a loader, which must not hold the lock
+    for claim in [*_claimed.values()]:  # a data loader's forked worker, for example, must not hold the lock
         claim.unlock()
 
 

@@ -4,7 +4,7 @@ step-00000100/rank_00000.safetensors ...   what each rank saved
 step-00000100/manifest.json                sizes and hashes of these files, written last
 latest                                     the name of the newest checkpoint
 .step-00000200-1f9c.part/                  a draft: being written, or left behind by a killed job
-.step-00000200-1f9c.part/writing           locked by each rank that is writing; a draft without locks is left behind
+.step-00000200-1f9c.part/writing           locked by each rank that is writing; nobody writes a draft without locks
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WRITING = "writing"
 _LEFTOVER = re.compile(r"\.step-[0-9]+-[0-9a-f]{8}\.part(\.old)?|latest\.[0-9]+\.part")
 _DRAFT = re.compile(r"\.step-([0-9]+)-[0-9a-f]{8}\.part")
 _MARK_S = 1.0
-_END_OF_TIME_S = 1 << 40  # time.localtime() still accepts it
+_END_OF_TIME_S = 1 << 40  # limit of `saved_at`, in seconds; time.localtime() accepts it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +51,12 @@ class Checkpoint:
         path: Folder of this checkpoint.
         size_bytes: Size of all its files.
         world_size: Number of ranks that saved it.
-        saved_at: Time of the save, in seconds since 1970.
+        saved_at: Time at which the save began, in seconds since 1970.
         metric: Score that was passed to `save`, or None.
         files: Size in bytes and SHA-256 of each file, by name.
-        epoch: Epoch of the folder's claim under which it was saved (see `claim`); 0: the folder was not claimed.
-        best_is_least: Whether the smallest metric is the best, as passed to ``save(keep=...)``; None: not passed.
+        epoch: Epoch of the claim under which the checkpoint was saved (see `claim`); 0 if the folder was not claimed.
+        best_is_least: Whether the smallest metric is the best, as passed to ``save(keep=...)``; None if it was not
+            passed.
 
     Example:
         >>> phalanx.checkpoint.save("runs/linear", {"weight": torch.ones(3)}, step=1, wait=True)
@@ -99,7 +100,7 @@ def steps(folder: str) -> list[int]:
 
 
 def find(folder: str | os.PathLike[str]) -> str:
-    """Return the folder that holds the checkpoints: `folder`, or its ``checkpoints`` if only that one has any."""
+    """Return the folder that holds the checkpoints: `folder`, or its ``checkpoints`` if only that subfolder has any."""
     path = os.fspath(folder)
     below = os.path.join(path, "checkpoints")
     return below if not steps(path) and os.path.isdir(below) and steps(below) else path
@@ -116,7 +117,7 @@ def find_steps(folder: str) -> tuple[str, list[int]]:
 
 def say_missing(folder: str) -> str:
     """Return the message for a folder without checkpoints."""
-    said = f"{folder} holds no checkpoint" if os.path.isdir(folder) else f"{folder} is no folder"
+    said = f"{folder} holds no checkpoint" if os.path.isdir(folder) else f"{folder} is not a folder"
     under_way = say_under_way(steps_under_way(folder))
     return f"{said} yet: {under_way}" if under_way else said
 
@@ -138,14 +139,14 @@ def say_under_way(under_way: list[int]) -> str:
     """Return a sentence about the steps that are being saved; empty if there are none."""
     if not under_way:
         return ""
-    return f"another process is saving {named('step', under_way)} there, which can be read once that has ended"
+    return f"another process is saving {named('step', under_way)} there, which can be read when the save is complete"
 
 
 def read_manifest(folder: str, step: int) -> Checkpoint:
     """Return the checkpoint of `step`, from its manifest.
 
     Raises:
-        Damaged: The manifest is missing, or not as it was written.
+        Damaged: The manifest is missing or was altered.
     """
     path = path_of(folder, step)
     name = os.path.join(path, _MANIFEST)
@@ -206,7 +207,7 @@ def check_file(checkpoint: Checkpoint, name: str, *, reads: bool = True) -> str:
                 digest.update(chunk)
     except OSError as error:
         return f"{path}: {error.strerror}"
-    return "" if digest.hexdigest() == wanted["sha256"] else f"{path} was altered: its SHA-256 is another"
+    return "" if digest.hexdigest() == wanted["sha256"] else f"{path} was altered: its SHA-256 differs"
 
 
 def problems_of(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, reads: bool = True) -> list[str]:
@@ -231,7 +232,7 @@ class Writing:
         self._file: FileIO | None = None
         with contextlib.suppress(OSError):  # there is no mark if the draft is gone, or its file system has no locks
             self._file = open_regular(os.path.join(path, _WRITING), os.O_RDWR)
-            lock_within(_MARK_S, self._file, fcntl.LOCK_SH)  # a reader locks the file for a moment to check the mark
+            lock_within(_MARK_S, self._file, fcntl.LOCK_SH)  # a reader that checks the mark locks the file for a moment
 
     def end(self) -> None:
         """Remove the mark. Idempotent."""
@@ -274,17 +275,17 @@ class Draft:
         write_whole(os.path.join(self.path, f"{name}.json"), json.dumps(signed))
 
     def publish(self) -> bool:
-        """Give the checkpoint its name if all ranks have signed; return whether this call did.
+        """Give the checkpoint its name if all ranks have signed; return whether this call published it.
 
         Raises:
-            OtherSide: A newer attempt has the folder. It removed all drafts when it took the folder, so a rank that is
-                stopped between this check and the rename has nothing left to publish.
+            OtherSide: A newer attempt has the folder. That attempt removed all drafts when it took the folder, so a
+                rank that is suspended between this check and the rename has nothing left to publish.
         """
         names = [file_of(rank) for rank in range(self.world_size)]
         signatures = [os.path.join(self.path, f"{name}.json") for name in names]
         if not all(map(os.path.exists, signatures)):
             return False
-        # Several ranks may see all signatures. The one that succeeds in renaming the first of them publishes.
+        # Several ranks may see all signatures. The rank that succeeds in renaming the first signature publishes.
         claimed = os.path.join(self.path, "publisher")
         try:
             os.rename(signatures[0], claimed)
@@ -317,7 +318,7 @@ class Draft:
         return True
 
     def is_under_way(self, *, is_young: bool) -> bool:
-        """Return whether a rank is still writing or publishing, or, if the draft is young, has yet to begin."""
+        """Return whether a rank is still writing or publishing; in a young draft, also whether one has yet to begin."""
         if not os.path.isdir(self.path):  # it was published or abandoned
             return False
         names = map(file_of, range(self.world_size))
@@ -328,7 +329,7 @@ class Draft:
         """Check that this attempt may still write to the folder.
 
         Raises:
-            OtherSide: A newer attempt has it.
+            OtherSide: A newer attempt has the folder.
         """
         if self.fence is not None:
             self.fence.check()
@@ -385,7 +386,7 @@ def sweep(folder: str) -> None:
             path = os.path.join(folder, name)
             if _LEFTOVER.fullmatch(name):
                 if os.path.isdir(path) and not name.endswith(".old"):
-                    with contextlib.suppress(OSError):  # renamed first, as its job may be alive and about to publish it
+                    with contextlib.suppress(OSError):  # renamed first, as a live job may be about to publish it
                         os.rename(path, f"{path}.old")
                         path = f"{path}.old"
                 shutil.rmtree(path, ignore_errors=True)
@@ -419,7 +420,7 @@ def _write_past_cache(path: str, image: memoryview) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        with contextlib.suppress(FileNotFoundError):  # removed because some file systems create it before they fail
+        with contextlib.suppress(FileNotFoundError):  # some file systems create it before they fail
             os.unlink(path)
         fd = os.open(path, flags, 0o666)
     try:

@@ -1,7 +1,7 @@
-"""Saves of this process that are still being written, so that calls that read their folder can wait for them.
+"""Saves of this process that are still being written: calls that read the same folder wait for these saves.
 
-Such a call waits for the saves of its own job. `load`, which every rank calls, waits for this rank's part, and then for
-the other ranks in a collective that it needs anyway. A call that one rank makes alone waits until no rank holds the
+Such a call waits only for saves of its own job. `load`, which every rank calls, waits for this rank's part, and then
+for the other ranks in a collective that it needs anyway. A call that one rank makes alone waits until no rank holds the
 lock on the draft's file ``writing``. A lock ends with its process, so the remains of a killed job do not count as a
 save in progress. A save of another job is only reported, because it may take long, or fail.
 """
@@ -31,11 +31,11 @@ class PendingSaves:
         self._saves.append((future, draft, writing))
 
     def await_own(self) -> None:
-        """Wait until this rank has written its part of each save, or failed to."""
+        """Wait until this rank has written its part of each save, or has failed to write it."""
         wait([future for future, _, _ in self._saves], _MOST_S)
 
     def await_every_rank(self) -> None:
-        """Wait until every rank has written its part of each save, so that every save that can be published is."""
+        """Wait until every rank has written its part of each save, so that every save that can succeed is published."""
         self.await_own()
         begin_s = time.monotonic()
 
@@ -46,7 +46,7 @@ class PendingSaves:
         wait_until(are_over, begin_s + _MOST_S, least_s=_LOOK_EVERY_S, most_s=_LOOK_EVERY_S)
 
     def forget(self) -> None:
-        """Drop all saves in a forked child, which has none of their threads and must not keep their marks."""
+        """Drop all saves in a forked child, which has no threads to write them and must not keep the drafts marked."""
         for _, _, writing in self._saves:
             writing.end()
         self._saves = []

@@ -14,10 +14,11 @@ from phalanx.checkpoint.disk.pending import pending
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Rules for which checkpoints of a folder stay; `prune` documents the fields.
+    """Rules for the checkpoints that a folder keeps; `prune` documents the fields.
 
     Attributes:
-        best_is_least: None counts as False, but is not recorded as a choice unless `keep_best` is set.
+        best_is_least: Whether the smallest metric is the best. With None, the largest is, and the checkpoint records
+            this choice only if `keep_best` is set.
 
     Raises:
         ValueError: A number is less than 1.
@@ -55,7 +56,8 @@ class Retention:
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
     """Return the checkpoints in a folder, oldest first, except those with a damaged manifest.
 
-    Like `verify` and `prune`, it first waits for saves of this process to finish, on all their ranks.
+    Like `verify` and `prune`, this function first waits until all ranks have written the saves that this process has
+    begun.
 
     Args:
         folder: Folder of the checkpoints, as passed to `save`, or folder of a run that has them in ``checkpoints``.
@@ -116,9 +118,9 @@ def prune(
     Args:
         folder: Folder of the checkpoints, as passed to `save`, or folder of a run that has them in ``checkpoints``.
         keep_last: Number of newest checkpoints to keep, at least 1.
-        keep_every: Interval in steps; checkpoints of its multiples are kept as well. None: no others.
-        keep_best: Number of checkpoints with the best metric to keep as well, the earliest among equals; None: no
-            others.
+        keep_every: Interval in steps: checkpoints whose step is a multiple of it are kept as well. None keeps no more.
+        keep_best: Number of checkpoints with the best metric to keep as well, the earliest among equals; None keeps no
+            more.
         best_is_least: Whether the smallest metric is the best, as with a loss; otherwise the largest is.
 
     Raises:
@@ -139,15 +141,15 @@ def find_best(folder: str) -> int:
     """Return the step of the checkpoint with the best metric, the earliest among equals.
 
     Raises:
-        ValueError: No checkpoint has a metric, or none says whether the smallest is the best.
+        ValueError: No checkpoint has a metric, or none records whether the smallest metric is the best.
     """
     scored = [checkpoint for checkpoint in _published(folder) if checkpoint.metric is not None]
     told = [checkpoint.best_is_least for checkpoint in scored if checkpoint.best_is_least is not None]
     best = _best_first(scored, told[-1]) if told else []
     if not best:
         raise ValueError(
-            f"{folder} does not tell which checkpoint is the best. That is known of a Trainer's, if it has validation "
-            'data, and after save(..., metric=loss, keep={"keep_best": 1, "best_is_least": True})'
+            f"{folder} does not tell which checkpoint is the best. A Trainer with validation data records it, and so "
+            'does save(..., metric=loss, keep={"keep_best": 1, "best_is_least": True})'
         )
     return best[0]
 

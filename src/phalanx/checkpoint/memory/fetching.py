@@ -3,14 +3,14 @@
 If all ranks have the same state, each host gets complete images, broadcast in pieces of 16 MiB. If each host has a part
 of the state, it first gets the headers. From these, each rank finds the ranges of bytes that it will read, in whole
 pages (`restoring.survey` does all that `restore` does, except reading and assigning). A range that most hosts need is
-broadcast; any other goes from rank to rank. An image of which only parts are fetched lies in its usual region, with
-holes, and is marked as complete only if everything has arrived. So only the ranks that are loading it now use it, and
-the next load fetches it anew.
+broadcast; any other goes from rank to rank. If only parts of an image are fetched, they lie in its usual region, with
+holes between them, and the image is marked as complete only once all of it has arrived. So an image with holes is used
+only by the ranks that are loading it now, and the next load fetches it anew.
 
-The first version sent complete images to all hosts: 26 MB instead of 0.4 MB in all when one rank of three fails (the
-page on checkpoints in docs/en/how_it_works), and memory for the whole job on each host, which users of FSDP2 do not
-have. The disadvantage now: until a new snapshot is safe, a part whose holder was lost has one copy less. So after such
-a load, a Trainer takes a snapshot at its first step.
+The first version sent complete images to all hosts. If one rank of three fails, that sends 26 MB in all instead of 0.4
+MB (see the page on checkpoints in docs/en/how_it_works). Each host also needed memory for the state of the whole job,
+which users of FSDP2 do not have. The present version has one disadvantage: until a new snapshot is safe, a part whose
+holder was lost has one copy fewer. So after such a load, a Trainer takes a snapshot at its first step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _LENGTH_BYTES = 8  # an image begins with the length of its header, an integer o
 
 
 def find(fd: int, choice: Choice, world_size: int) -> dict[int, Region]:
-    """Return the regions of a snapshot's images on this host, by number, preferably those that its own ranks wrote."""
+    """Return the region of each image of a snapshot that this host holds, by the number of the image.
+
+    If an image has several regions, one that a rank of this host wrote is preferred.
+    """
     wanted = choice.attempt, choice.step, choice.folder, world_size
     found: dict[int, Region] = {}
     for region in layout.whole_regions(fd):
@@ -46,12 +49,12 @@ def find(fd: int, choice: Choice, world_size: int) -> dict[int, Region]:
 
 
 class Fetch:
-    """The images of one snapshot, some of which some hosts lack. Every rank makes one, and calls the same methods.
+    """Gets the images of one snapshot that some hosts lack. Every rank creates a `Fetch` and calls the same methods.
 
     Args:
         host: Name of this rank's host.
         is_first_here: Whether this rank writes what its host receives.
-        problem: Reason why this host can't keep anything; empty: it can.
+        problem: Reason why this host can't keep images; empty if it can.
 
     Attributes:
         num_bytes: Bytes that this host has received through this rank.
@@ -64,7 +67,7 @@ class Fetch:
         self._fd, self._choice, self._ranks = fd, choice, ranks
         self._host, self._is_first_here, self._problem = host, is_first_here, problem
         self.num_bytes: int = 0
-        self._filled: dict[int, Ranges] = {}  # ranges that have arrived, by number of an image that this rank writes
+        self._filled: dict[int, Ranges] = {}  # arrived ranges of each image that this rank writes, by its number
         self._lacking = choice.lacking[ranks.rank]
         given = [number for number, giver in choice.givers.items() if giver == ranks.rank]
         self._here = find(fd, choice, choice.world_sizes[ranks.rank]) if given else {}
@@ -85,7 +88,7 @@ class Fetch:
         """Get the images that this host lacks, or their headers; return their regions, by number.
 
         Raises:
-            OSError, ValueError: Some host has no memory for them.
+            OSError, ValueError: Some host has no memory for what it lacks.
         """
         found: dict[int, Region] = {}
         for number in sorted(self._lacking):
@@ -104,12 +107,12 @@ class Fetch:
             needed: Ranges that this rank needs, by the number of the image.
 
         Raises:
-            OSError, ValueError: Some host has no memory for it.
+            OSError, ValueError: Some host has no memory for what its ranks need.
         """
         return self._get({number: list(needed[number]) for number in self._lacking if needed.get(number)})
 
     def _get(self, wanted: Mapping[int, Ranges]) -> bool:
-        """Send each host what its ranks want; return whether any wants something."""
+        """Send each host what its ranks want; return whether any rank wants something."""
         writers: dict[str, int] = {}
         by_host: dict[int, dict[str, Ranges]] = {}
         for rank, (host, is_first, of_rank) in enumerate(
@@ -134,7 +137,7 @@ class Fetch:
                     length = min(_PIECE_BYTES, end - at, self._heads[number].size_bytes - at)
                     try:
                         self._move(number, at, length, to, is_for_most=2 * len(hosts) > len(writers))
-                    except OSError as error:  # continues, because the other ranks expect this one in every transfer
+                    except OSError as error:  # goes through all transfers, because the other ranks wait in them
                         failed = error
         for number, ranges in mine.items() if self._is_first_here and failed is None else ():
             self._note(number, ranges)
@@ -144,14 +147,14 @@ class Fetch:
         return bool(by_host)
 
     def _note(self, number: int, ranges: Ranges) -> None:
-        """Record that ranges of an image have arrived; if these are all, mark it as complete in its head."""
+        """Record that ranges of an image have arrived; once all have, mark the image as complete in its head."""
         head = self._heads[number]
         self._filled[number] = _merged([*self._filled.get(number, ()), *ranges])
         if self._filled[number] == _merged([(0, head.size_bytes)]):
             os.pwrite(self._fd, head.pack(), layout.region_of_others(number, FETCHED_SLOT))
 
     def _move(self, number: int, at: int, length: int, to: Sequence[int], *, is_for_most: bool) -> None:
-        """Send some bytes of an image from the rank that has it to the ranks that write it."""
+        """Send some bytes of an image from the rank that has the image to the ranks that store them."""
         giver, me = self._choice.givers[number], self._ranks.rank
         if not is_for_most and me != giver and me not in to:
             return
@@ -191,7 +194,7 @@ class Fetch:
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return the pages that the ranges touch, as sorted ranges with gaps between them."""
+    """Return all pages that the ranges touch, as sorted ranges that neither overlap nor adjoin."""
     merged: Ranges = []
     for begin, end in sorted(ranges):
         begin, end = begin // PAGE_BYTES * PAGE_BYTES, -(-end // PAGE_BYTES) * PAGE_BYTES
@@ -202,7 +205,7 @@ def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def _segments(by_host: Mapping[str, Ranges]) -> Iterator[tuple[int, int, list[str]]]:
-    """Yield ranges, in order, each with the hosts that want all of it."""
+    """Yield ranges, in order, each with the hosts that want the whole range."""
     edges: dict[int, list[tuple[bool, str]]] = {}
     for host, ranges in by_host.items():
         for begin, end in ranges:

@@ -1,4 +1,4 @@
-"""The choice of the snapshot to load, and of the rank that sends each image, from what each host holds."""
+"""Chooses the snapshot to load, and the rank that sends each image, from what each host holds."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 Moment = tuple[int, int]
-"""Number of the attempt, and step: the larger pair is newer, on all hosts."""
+"""Number of the attempt, and the step. Of two such pairs, the larger is newer, whichever hosts they are from."""
 
 
 class Holding(NamedTuple):
     """The images of one snapshot that a host holds: those of its own ranks, and replicas of other hosts' images.
 
     Attributes:
-        attempt: Number of the attempt that took it; later attempts have larger numbers, on all hosts.
+        attempt: Number of the attempt that took the snapshot; later attempts have larger numbers, on all hosts.
         step: Step of the training.
-        folder: Digest of the folder of checkpoints that it belongs to.
+        folder: Digest of the folder of checkpoints that the snapshot belongs to.
         world_size: Number of images that make up the snapshot.
         numbers: Numbers of the images that the host holds, in order.
     """
@@ -55,9 +55,9 @@ class Choice:
 
 
 def newest_of(by_rank: Sequence[Sequence[Holding]], folder: bytes) -> Choice | None:
-    """Return the newest snapshot of a folder that the hosts hold completely between them; None if there is none.
+    """Return the newest snapshot of a folder of which each image is on some host; None if there is none.
 
-    A host that holds all images by itself reads its own: they have the values of its ranks.
+    A host that holds all images reads only its own, because these have the values of its ranks.
 
     Args:
         by_rank: Images that each rank's host holds.
@@ -93,7 +93,7 @@ class Lost(NamedTuple):
 
 
 def lost_of(by_rank: Sequence[Sequence[Holding]], folder: bytes) -> Lost | None:
-    """Return what a folder's newest snapshot lacks if no snapshot can be loaded; None if one can, or none is left."""
+    """Return what a folder's newest snapshot lacks; None if some snapshot can be loaded, or none is left."""
     ours = [one for of_rank in by_rank for one in of_rank if one.folder == folder]
     if not ours or newest_of(by_rank, folder) is not None:
         return None

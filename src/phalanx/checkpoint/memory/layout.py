@@ -1,9 +1,10 @@
 """The layout of the ranks' snapshots in memory that the supervisor holds. Imports no torch.
 
 The ranks write snapshots (`phalanx.checkpoint`); the supervisor (`phalanx.launch`) looks at their steps, and its
-replicator copies them to other hosts. All of them are in one sparse file, in regions. A region begins with a page for
-the head; the image of a rank's part follows. First come the regions of the host's own ranks, by local rank, then those
-for images of other hosts' ranks, by the number of the image, and at the end a few records of ranks and replicator.
+replicator copies them to other hosts. All snapshots of a host are in one sparse file, which is divided into regions. A
+region begins with a page for the head; the image of a rank's part follows. First come the regions of the host's own
+ranks, by local rank, then those for images of other hosts' ranks, by the number of the image. At the end are a few
+records through which the ranks, the supervisor and the replicator inform each other.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 from phalanx.wire.files import free_pages
 
-REGION_BYTES = 1 << 36  # distance between regions in the sparse file, which takes no memory by itself
+REGION_BYTES = 1 << 36  # distance between regions; unused parts of the sparse file take no memory
 PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 MAGIC = b"phalanx2"
 NUM_SLOTS = 3
@@ -28,7 +29,7 @@ loaded."""
 FETCHED_SLOT = 2
 _HEAD = struct.Struct("<8sQQQQQ16sQQ")
 _PLAN = struct.Struct("<Q")
-MOST_OF_OTHERS = 1 << 22  # limits the images of other hosts, and of this one, so all regions end before _PLAN_OFFSET
+MOST_OF_OTHERS = 1 << 22  # most images of other hosts, or of this one: all regions end before _PLAN_OFFSET
 _OF_OTHERS = NUM_SLOTS * REGION_BYTES * MOST_OF_OTHERS  # where images of other hosts begin
 _PLAN_OFFSET = 1 << 62  # where the records begin, after all regions
 _BAN_OFFSET = _PLAN_OFFSET + 4096
@@ -44,10 +45,10 @@ class Head(NamedTuple):
     """The head of a region.
 
     Attributes:
-        world_size: Number of the images that make up the snapshot.
-        folder: Digest of the folder of checkpoints that it belongs to.
+        world_size: Number of images that make up the snapshot.
+        folder: Digest of the folder of checkpoints that the snapshot belongs to.
         first_rank: Number of the image that the first rank of this host wrote.
-        num_here: Number of the images that this host wrote; 0: all.
+        num_here: Number of images that this host wrote; 0 if it wrote all.
     """
 
     magic: bytes
@@ -78,8 +79,8 @@ class Region(NamedTuple):
 
     Attributes:
         number: Number of the image within its snapshot.
-        slot: Number of the region among those for this image.
-        is_own: Whether a rank of this host wrote it.
+        slot: Number of the region among the regions for this image.
+        is_own: Whether a rank of this host wrote the image.
     """
 
     offset: int
@@ -98,7 +99,7 @@ def region_of_others(number: int, slot: int) -> int:
 
 
 def region_bytes(size_bytes: int) -> int:
-    """Return the whole pages that a head and an image take."""
+    """Return the size in bytes of the whole pages that a head and an image take."""
     return PAGE_BYTES - (-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -182,7 +183,7 @@ class Copied(NamedTuple):
     """The snapshot that the replicator copied last.
 
     Attributes:
-        num_replicas: Number of other hosts that have it.
+        num_replicas: Number of other hosts that have the snapshot.
         took_ms: Duration of the copying, in milliseconds.
     """
 
@@ -218,7 +219,7 @@ class Gaps(NamedTuple):
     Attributes:
         num: Number of times that the replicator has ended.
         total_ms: Milliseconds without a replicator, up to its last start.
-        since_ms: Time at which it ended, in milliseconds of the monotonic clock; 0: it is running.
+        since_ms: Time at which the replicator ended, in milliseconds of the monotonic clock; 0 while it runs.
     """
 
     num: int = 0
@@ -259,14 +260,14 @@ def _put(fd: int, offset: int, data: bytes) -> None:
 
 
 def _get(fd: int, offset: int, size: int) -> bytes | None:
-    """Return what `_put` has written; None if it is being written, or never was."""
+    """Return what `_put` has written; None if it is being written, or was never written."""
     data = os.pread(fd, size + _SUM.size, offset)
     is_whole = len(data) == size + _SUM.size and any(data) and _SUM.unpack(data[size:])[0] == zlib.crc32(data[:size])
     return data[:size] if is_whole else None
 
 
 def announce_restart(fd: int, attempt: int) -> None:
-    """Tell the ranks of `attempt` that they are stopped only because a different number will be started."""
+    """Tell the ranks of `attempt` that they are stopped only because a different number of ranks will be started."""
     os.pwrite(fd, _PLAN.pack(attempt + 1), _PLAN_OFFSET)
 
 
@@ -279,7 +280,7 @@ def newest_attempt(fd: int, *, own: bool = False) -> int:
     """Return the newest attempt with a complete image; -1 if there is none.
 
     Args:
-        own: Whether only images of this host's ranks count.
+        own: Whether to count only images of this host's ranks.
     """
     return max((region.head.attempt for region in whole_regions(fd) if region.is_own or not own), default=-1)
 

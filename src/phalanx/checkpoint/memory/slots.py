@@ -3,19 +3,20 @@
 One snapshot is always complete on all hosts, so that any host may be lost at any moment:
 
 - A snapshot is **safe** once all hosts have copied their parts of it. It is kept until the next one is safe. The ranks
-  learn that from the collective that a snapshot needs anyway: each rank tells whether its host is still copying.
+  learn this from the collective that a snapshot needs anyway, in which each rank reports whether its host is still
+  copying.
 - Another snapshot is being **copied**. It is not overwritten, either here or on the hosts that receive the copies.
-- Meanwhile, newer ones are written to a third region. They help if ranks fail, but not if a host does. If ranks load
-  such a newer one, which may exist only where it was taken, they also keep the safe one until a newer one has been
-  copied.
+- Meanwhile, newer snapshots are written to a third region. They help if ranks fail, but not if a host is lost. If the
+  ranks load such a newer snapshot, which may exist only where it was taken, they also keep the safe snapshot until a
+  newer one has been copied.
 
-As many hosts may be lost as there are replicas; ``tests/checkpoint/test_replica_rules.py`` simulates this. Where every
-host has the whole state, nothing is copied, and each snapshot is safe at once.
+The state survives the loss of as many hosts as there are replicas; ``tests/checkpoint/test_replica_rules.py`` simulates
+this. If every host has the whole state, nothing is copied, and each snapshot is safe at once.
 
 **Three regions, not two.** With two, a slow copy would leave a choice between overwriting the safe snapshot, which is
 needed if a host is lost, and taking no snapshot until the copy is done, although ranks fail more often than hosts. The
-third region is allocated the first time a copy is late. If there is no memory for it, snapshots are left out until the
-copy is done, and the newest one that is not being copied is overwritten.
+third region is allocated the first time a copy is late. If there is no memory for that region, no snapshots are taken
+until the copy is done; the next one then overwrites the formerly safe one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Slots:
     """The regions of a rank. All ranks decide alike if all call the same methods with the same arguments.
 
     Attributes:
-        safe: The snapshot that is safe; None: there is none yet.
+        safe: The snapshot that is safe; None if there is none yet.
         num: Number of regions that there is memory for.
     """
 
@@ -48,9 +49,10 @@ class Slots:
         """Record that the ranks resume from a snapshot.
 
         Args:
-            slot: This rank's own region with a part of it; -1: there is none.
-            safe: Older snapshot that all hosts have copied, unlike this one; None: there is none.
-            safe_slot: This rank's own region with a part of `safe`; -1: there is none.
+            slot: This rank's own region that holds a part of the snapshot; -1 if there is none.
+            safe: Older snapshot that all hosts have copied, if the loaded one may not have been copied yet; None if
+                there is none.
+            safe_slot: This rank's own region that holds a part of `safe`; -1 if there is none.
         """
         self.__init__()  # type: ignore[misc]
         self._newest, self._newest_slot = moment, slot
@@ -64,7 +66,7 @@ class Slots:
         self.num = 2
 
     def next(self, moment: Moment, *, is_to_be_copied: bool, is_busy: bool) -> int:
-        """Return the region for a snapshot; -1: none is free until the copy in progress has ended.
+        """Return the number of the region for a snapshot; -1 if no region is free until the copy in progress has ended.
 
         Args:
             is_to_be_copied: Whether other hosts are to have copies of it.

@@ -1,24 +1,25 @@
 """Snapshots in memory that the supervisor of ``phalanx run`` holds: they outlive the ranks, but not the supervisor.
 
-All ranks of a host share one sparse memfd, opened through ``/proc``. Each rank has a few regions in it and writes them
-in turn (`slots`), so one of them is complete at any moment. A region begins with a page that describes its content (see
-`layout`); a mark on that page, written last, says that the image is complete. The image follows, in the form of a file
-on disk. It needs no hash: a region that a killed rank was writing lacks the mark. Ranks that train together are at most
-one snapshot apart, so there is always a step whose snapshot is complete on all of them.
+All ranks of a host share one sparse memfd, opened through ``/proc``. Each rank has a few regions in the memfd and
+writes them in turn (`slots`), so one of them is complete at any moment. A region begins with a page that describes its
+content (see `layout`); a mark on that page, written last, says that the image is complete. The image follows, in the
+form of a file on disk. An image needs no hash: a region that a killed rank was writing lacks the mark. Ranks that train
+together are at most one snapshot apart, so there is always a step whose snapshot is complete on all ranks.
 
-**Limits.** All snapshots together get at most a quarter of the tightest memory limit, be it the host's or that of a
-cgroup above, and at most half of what is still free under it. If the kernel nevertheless kills a process for lack of
-memory (the cgroup's own counter shows it), the supervisor forbids snapshots: the next attempt loads the last one and
-frees its memory at its first step; otherwise it would be killed again. If one host is short of memory, no host takes
-snapshots. The ranks agree on that before their first one, because a rank that left one out by itself would keep the
-others waiting in the collective.
+**Limits.** All snapshots together get at most a quarter of the tightest memory limit, which may be the host's or a
+cgroup's, and at most half of what is still free under that limit. If the kernel nevertheless kills a process for lack
+of memory (the cgroup's own counter shows it), the supervisor forbids snapshots: the next attempt loads the last
+snapshot and frees its memory at the first step; otherwise that attempt would be killed, too. If one host is short of
+memory, no host takes snapshots. The ranks agree on that before their first snapshot, because a rank that took no part
+in a snapshot would keep the other ranks waiting in the collective.
 
 **Several hosts.** Any host may be lost, and its supervisor's memory with it. State that is the same on all ranks is on
-every host anyway, so nothing is copied between hosts during training: the blocks are divided among the ranks of each
-host instead of among all. A snapshot then costs a host more bytes, and the network none. State of which each rank has
-a part is copied to other hosts by a process of the supervisor (`phalanx.launch.replicas.replicator`) while training
-continues. Attempts are numbered across hosts (one more than the largest number that any host has seen), so the newest
-snapshot has the largest pair of attempt and step, whichever host holds it.
+every host anyway, so nothing is copied between hosts during training. The blocks of such state are divided among the
+ranks of each host, rather than among all ranks of the job. A snapshot then takes more memory on each host, but no
+traffic between hosts. If each rank has only a part of the state, the parts are copied to other hosts by a process of
+the supervisor (`phalanx.launch.replicas.replicator`) while training continues. Attempts are numbered across hosts (one
+more than the largest number that any host has seen), so the newest snapshot has the largest pair of attempt and step,
+whichever host holds it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from phalanx.record import writer
 from phalanx.wire.rank_group import RankGroup
 
 _SLACK_BYTES = 64 * 1024  # added to an image's size, because headers grow a little
-_NO_SLOT = 2  # sent by a rank without a region, where others send 1 if theirs is too short and 0 if not
+_NO_SLOT = 2  # sent by a rank without a region; a rank with one sends 1 if it is too short, else 0
 _IS_WHOLE = slice(8, 16)  # the mark in a head: written in one store, so that an incomplete image never has it
 
 
@@ -64,7 +65,8 @@ class SnapshotMemory:
 
     Attributes:
         size_bytes: Size of all snapshots of this rank, once there is one.
-        is_urgent: Whether a snapshot should be taken soon, because a host lacked its part; the same on every rank.
+        is_urgent: Whether a snapshot should be taken soon, because a host lacked its part of the last one; the same on
+            every rank.
         fetched_bytes: Bytes that other hosts have sent to this one, through this rank, for the last load.
         asked: Folders from which this rank has loaded, or has tried to.
         spans_hosts: Whether the ranks are on several hosts.
@@ -79,7 +81,7 @@ class SnapshotMemory:
         self._slots = Slots()
         self._is_forbidden = self._has_agreed = False
         self._fetch: Fetch | None = None  # the fetching of the snapshot that is being loaded
-        self._has_fetched = False  # whether there may be fetched images, which are freed once a newer snapshot is safe
+        self._has_fetched = False  # whether there may be fetched images, to be freed once a newer snapshot is safe
         self.size_bytes: int = 0
         self.is_urgent: bool = False
         self.fetched_bytes: int = 0
@@ -123,7 +125,7 @@ class SnapshotMemory:
             CheckpointError: A value can't be saved on some rank; raised on every rank.
         """
         self.agree()
-        if self.problem:  # every rank has a problem if one has
+        if self.problem:  # if one rank has a problem, every rank has one
             self.let_go()
             return
         ranks = RankGroup()
@@ -178,7 +180,7 @@ class SnapshotMemory:
         return is_asked and (copied is None or (copied.attempt, copied.step) != self._slots.copying)
 
     def _slot_for(self, head: Head, ranks: RankGroup, *, is_to_be_copied: bool, is_busy: bool) -> int:
-        """Return a region that is large enough for a snapshot; -1: there is none. Every rank gets one, or none does."""
+        """Return a region that is large enough for a snapshot, or -1. Either every rank gets one, or none does."""
         before, moment = self._slots.safe, (head.attempt, head.step)
         slot = self._slots.next(moment, is_to_be_copied=is_to_be_copied, is_busy=is_busy)
         region = self._regions.get(slot)
@@ -269,7 +271,7 @@ class SnapshotMemory:
     def let_go(self) -> None:
         """Free the snapshots of earlier attempts if no more may be taken, because training needs that memory.
 
-        It must not be called before the first step: until then a script may load them, in several calls.
+        Do not call this before the first step: until then, a script may load those snapshots, in several calls.
         """
         if self._is_forbidden and self._own_place(RankGroup())[0] == 0:
             layout.release(self._fd)
@@ -283,7 +285,7 @@ class SnapshotMemory:
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def holdings(self) -> list[Holding]:
-        """Return the complete images on this host; of a snapshot that each host takes whole, all its images or none."""
+        """Return the complete images on this host; if each host takes whole snapshots, only those that are whole."""
         numbers: dict[tuple[int, int, bytes, int], set[int]] = {}
         parted = set()
         for region in layout.whole_regions(self._fd) if self._fd >= 0 else ():
@@ -296,7 +298,7 @@ class SnapshotMemory:
         return [one for one in holdings if one.is_complete or one[:4] in parted]
 
     def read(self, choice: Choice) -> list[Image]:
-        """Return the images of a snapshot, by the rank that took them; the next snapshot will not overwrite them.
+        """Return the images of a snapshot, in rank order; the next snapshot will not overwrite them.
 
         Every rank calls it. Until `fill` has been called, only the header of an image that this host lacks can be read.
 
@@ -352,7 +354,7 @@ class SnapshotMemory:
         return safe
 
     def _slot_of(self, moment: Moment | None, folder: bytes, place: int) -> int:
-        """Return the number of the own region with this rank's part of a snapshot; -1: there is none."""
+        """Return which of this rank's own regions holds its part of a snapshot; -1 if none does."""
         for one in layout.whole_regions(self._fd) if moment is not None else ():
             head = one.head
             is_it = (head.attempt, head.step) == moment and head.folder == folder
@@ -366,7 +368,7 @@ class SnapshotMemory:
         return self._fetch is not None
 
     def fill(self, needed: Mapping[int, Iterable[tuple[int, int]]]) -> None:
-        """Get the parts that this rank needs of the images that its host lacks. Every rank calls it.
+        """Fetch the parts that this rank needs of images that its host lacks. Every rank calls it.
 
         Args:
             needed: Ranges of bytes, by the number of the image.
@@ -380,7 +382,7 @@ class SnapshotMemory:
         self.fetched_bytes = fetch.num_bytes
 
     def _own_place(self, ranks: RankGroup) -> tuple[int, int]:
-        """Return this rank's number among the ranks that keep the whole state between them, and how many they are."""
+        """Return this rank's number in the set of ranks that keep the whole state between them, and the set's size."""
         return self._place if self.spans_hosts else (ranks.rank, ranks.world_size)
 
     def close(self) -> None:
@@ -399,7 +401,10 @@ _memory: SnapshotMemory | None = None
 
 
 def memory() -> SnapshotMemory:
-    """Return the memory of this process, created at the first call: a parent may have imported this module."""
+    """Return the memory of this process, created at the first call.
+
+    It is not created on import, because a parent process may import this module before it forks.
+    """
     global _memory
     if _memory is None:
         _memory = SnapshotMemory()
@@ -426,7 +431,7 @@ def snapshot(folder: str | os.PathLike[str], state: Mapping[str, Any], step: int
 
     Returns:
         The reason why there is no snapshot, as a sentence; empty if there is one. Either no launcher holds memory for
-        it, or memory is short, or the kernel killed an earlier attempt because memory ran out.
+        snapshots, or memory is short, or the kernel killed an earlier attempt because memory ran out.
 
     Raises:
         CheckpointError: A value can't be saved on some rank; raised on every rank.

@@ -69,7 +69,7 @@ class Content:
         return bool(lying) and is_so and self.fits(len(memory))
 
     def write(self, memory: Any, token: bytes) -> None:
-        """Copy the content into memory, without a version. Tensors that lie there already are not copied."""
+        """Copy the content into memory, without a version number. Tensors that lie there already are not copied."""
         _HEAD.pack_into(memory, 0, _MAGIC, token, 0, self.manifest_at, len(self.manifest))
         base = _address(memory)
         for place, part in self.parts:
@@ -145,7 +145,7 @@ def _are_words(flat: Tensor) -> bool:
 
 
 def stamp(memory: Any, version: int) -> None:
-    """Write the number of the version that memory holds now; 0: none."""
+    """Write the number of the version that memory holds now; 0 if it holds no complete version."""
     struct.pack_into("=Q", memory, _VERSION_AT, version)
 
 
@@ -156,7 +156,7 @@ def version_in(memory: Any, token: bytes) -> int:
 
 
 def read(memory: Any) -> Any:
-    """Return the state in a block, whose tensors are views of it.
+    """Return the state in a block; its tensors are views of the block.
 
     Raises:
         GarbledError: The block holds no state that this version of the library wrote.
@@ -183,7 +183,7 @@ def read_over(memory: Any, other: Any) -> Any:
 
 def _read(memory: Any, begin: int, size: int, tensors: Any) -> Any:
     """Return the state of a manifest, with its tensors in the memory `tensors`."""
-    # Not by `understand`, which refuses numbers beyond 64 bits: a state may have larger ones, and `pack` limits them.
+    # `understand` would refuse numbers beyond 64 bits. A state may have larger ones, which `pack` limits.
     manifest = read_value(json.loads(memory[begin : begin + size]), _Manifest)
     with torch.inference_mode(False):  # otherwise autograd could never record these tensors
         return unpack(manifest.tree, lambda node, _: _read_tensor(tensors, manifest.places, node))

@@ -7,9 +7,9 @@ old version costs the publisher one more block, and nothing else.
 
 **Who reads what** is known from a kernel lock, which each reader's mapping holds (`Block.hold` of
 `phalanx.host.shared_blocks`). Before it writes, the publisher takes the same lock exclusively. So it never overwrites
-what a reader may look at, even if either of them was killed. Two alternatives were rejected: counters of readers in
-shared memory would stay wrong forever once a reader is killed; a socket on which the publisher hands out descriptors
-would need a thread that answers while the trainer computes.
+what a reader may look at, even if a reader or an earlier publisher was killed. Two alternatives were rejected: counters
+of readers in shared memory would stay wrong forever once a reader is killed; a socket on which the publisher hands out
+descriptors would need a thread that answers while the trainer computes.
 
 **Memory.** Two blocks serve readers that keep up. Each old version that is still read takes one more, up to
 `max_versions` blocks; beyond that, publishing fails, and the error names who holds what. From the third such version
@@ -18,18 +18,18 @@ block takes four times as long.
 
 **Without a copy.** `Publication.buffers` lends the next block as a state whose tensors are filled in place. Once the
 state is published, further writes to its tensors become private to the writer (`phalanx.host.loans`). After a fork, the
-child could still write to the block, so its content is copied to another one, and the block is not used again.
-Publishing tensors of `allocate_tensor`, or of a model in training, in place was rejected: the next optimizer step would
-overwrite what readers look at.
+child could still write to the block, so the block's content is copied to another block, and the first one is not used
+again. Publishing tensors of `allocate_tensor`, or of a model in training, in place was rejected: the next optimizer
+step would overwrite what readers look at.
 
 **The interface.** The name alone identifies a publication, so ``publish(state, name)`` in a loop is all that a trainer
 needs; the object adds buffers and an orderly end. If trainer and readers were a group that calls collectives, each
 reader would stop the trainer.
 
 Measured for 1 GiB by ``python -m bench.publish``, on two cores that other processes used, too: `update` takes 1.1 to
-1.7 times as long as a copy into memory whose pages are present, and 1.0 to 1.2 ms with `buffers`. A reader has the
-version after 0.2 to 0.3 ms. Reading all of it for the first time takes 1.7 to 2.7 times as long as reading pages that
-are already mapped, because the kernel maps 16 at a time. Mapping all of them at once took as long.
+1.7 times as long as a copy into memory whose pages are present, and only 1.0 to 1.2 ms with `buffers`. A reader has the
+version after 0.2 to 0.3 ms. Reading the whole version for the first time takes 1.7 to 2.7 times as long as reading
+pages that are already mapped, because the kernel maps 16 pages at a time. Mapping all pages at once took as long.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Buffer:
 
 
 class Publication:
-    """Versions of a state under one name, from `phalanx.publish`. Threads may share it.
+    """Versions of a state under one name, from `phalanx.publish`. Threads may share a publication.
 
     Attributes:
         name: Name under which other processes subscribe.
@@ -96,11 +96,11 @@ class Publication:
         self._is_closed = False
         self._busy = threading.RLock()  # admits one call at a time; reentrant, see `_alone`
         self._is_busy = False
-        self._ends: bool | None = None  # whether the requested end is orderly; None: no end was requested
+        self._ends: bool | None = None  # whether the requested end is orderly; None without a request
 
     @property
     def version(self) -> int:
-        """Number of the newest version, from 1. It continues where an earlier publication of that name has ended."""
+        """Number of the newest version, from 1; numbers continue from an earlier publication of that name."""
         return self._record.version if self._record else 0
 
     def update(self, state: Any) -> int:
@@ -113,7 +113,7 @@ class Publication:
             TypeError: A value can't be published; the message says where it is.
             OutOfSharedMemory: There is no room for another version, or readers hold too many old ones.
             PhalanxError: Another process publishes under that name, or the file that readers look for can't be written.
-            ArgumentError: The publication is closed, this is a fork of its process, or this is a call within another.
+            ArgumentError: The publication is closed, another call of this thread still runs, or this process is a fork.
         """
         with self._alone("update"):
             try:
@@ -135,14 +135,14 @@ class Publication:
             return self.version
 
     def buffers(self) -> Any:
-        """Return a state of the newest version's form; fill its tensors in place, then pass it to `update`.
+        """Return a state of the newest version's form; fill its tensors in place, then pass the state to `update`.
 
-        This saves the copy. The tensors' content is undefined at first; plain values are those of the newest version.
-        Once the state is published, nobody else sees later writes to its tensors: get new buffers for each version.
+        This avoids the copy. The tensors' content is undefined at first; plain values are the newest version's. Once
+        the state is published, nobody else sees later writes to its tensors: get new buffers for each version.
 
         Raises:
             OutOfSharedMemory: There is no room for another version, or readers hold too many old ones.
-            ArgumentError: The publication is closed, this is a fork of its process, or this is a call within another.
+            ArgumentError: The publication is closed, another call of this thread still runs, or this process is a fork.
 
         Example:
             >>> with phalanx.publish({"weight": torch.zeros(3)}, "example-2") as publication:
@@ -168,7 +168,7 @@ class Publication:
     def close(self) -> None:
         """End the publication: readers keep what they have, and learn that no more versions will come. Idempotent.
 
-        If a signal handler that interrupts `update` calls it, it takes effect after `update`.
+        If a signal handler that interrupts `update` calls `close`, the publication ends once `update` has returned.
 
         Example:
             >>> publication = phalanx.publish({"step": 1}, "example-6")
@@ -208,14 +208,14 @@ class Publication:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._end(is_in_order=error is None)  # after an error, readers are told that it ended without closing
+        self._end(is_in_order=error is None)  # after an error, readers see an end without a close
 
     @contextlib.contextmanager
     def _alone(self, method: str) -> Iterator[None]:
-        """Keep other threads out. A call within another call, as from a signal handler, raises instead of waiting.
+        """Keep other threads out. A call during another call of this thread, as by a signal handler, raises at once.
 
         Raises:
-            ArgumentError: This is a call within another, the publication is closed, or this is a fork of its process.
+            ArgumentError: The publication is closed, another call of this thread still runs, or this process is a fork.
         """
         self._require_own(method)
         with self._busy:
@@ -230,7 +230,7 @@ class Publication:
                 yield
             finally:
                 self._is_busy = False
-                if self._ends is not None:  # it was closed meanwhile
+                if self._ends is not None:  # close() was called meanwhile
                     self._finish(is_in_order=self._ends)
 
     # ---- the next version ------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class Publication:
         except BaseException:
             contents.stamp(buffer.block.memory, 0)
             if self._record is not None:
-                with contextlib.suppress(OSError):  # an interrupt may have come after the record was replaced
+                with contextlib.suppress(OSError):  # an interrupt may have arrived after the record was replaced
                     records.write(self.name, self._record)
             raise
         finally:
@@ -299,7 +299,7 @@ class Publication:
             ) from error
 
     def _require_free(self) -> int:
-        """Return the number of the name's last version; 0: there is none.
+        """Return the number of the name's last version; 0 if there is none.
 
         Raises:
             PhalanxError: Another process, or another publication of this process, publishes under the name.
@@ -318,7 +318,7 @@ class Publication:
     # ---- blocks ----------------------------------------------------------------------------------------------------
 
     def _take(self, size_bytes: int, fits: Any) -> _Buffer:
-        """Return a block that nobody reads, exclusively held.
+        """Return a block that nobody reads, and that this publication now holds exclusively.
 
         Raises:
             OutOfSharedMemory: Readers hold too many blocks, or there is no memory for another one.
@@ -404,7 +404,7 @@ class Publication:
         return f"publish({self.name!r})"
 
     def _require_own(self, method: str) -> None:
-        """Raise in a forked child, before it takes the lock, which another thread may have held at the fork."""
+        """Raise in a forked child, before the child takes the lock, which another thread may have held at the fork."""
         if self._pid != os.getpid():
             raise ArgumentError(
                 f"{self._call}: process {self._pid} publishes it, and this is a fork, process {os.getpid()}: call "
@@ -423,14 +423,14 @@ def _in_words(rows: list[str], total: int) -> str:
 def publish(state: Any, name: str, *, max_versions: int = 8) -> Publication:
     """Publish a state for other processes of this user on this host, and return the publication.
 
-    Called again with the same name, it publishes the next version. In a job, one rank calls it. Readers call
-    `phalanx.subscribe`; they map the tensors, and never see half a version. The memory is freed when this process has
-    ended or closed the publication, and the last reader has dropped it.
+    A second call with the same name publishes the next version. In a job, only one rank calls this function. Readers
+    call `phalanx.subscribe`; they map the tensors, and never see half a version. The memory of a version is freed once
+    this process has ended or closed the publication, and the last reader has dropped that version.
 
     Args:
         state: Model, or dictionaries, lists and tuples of tensors and plain values, such as ``model.state_dict()``.
             Tensors are copied, from an accelerator too; non-contiguous ones are packed. Tensors that share the same
-            memory still share it for readers.
+            memory also share memory in the readers.
         name: Name of 1 to 100 letters, digits, ``-`` and ``_``.
         max_versions: Number of blocks of the state's size, at least 2, beyond which publishing fails: one for the
             newest version, one for the next, and one for each older version that is still read. Later calls with the

@@ -1,13 +1,14 @@
 """How readers find the publisher of a name: a small file in a folder that only their user can enter.
 
-`Record` is the file's content. Each version replaces the file by a rename, so readers always see a whole one, and no
-process has to serve it. Readers check what it says: the publisher is alive only if its process still holds that very
-memory under that descriptor. So a killed publisher, a pid that now belongs to another process, and a forked child do
-not count. The file stays when its publisher ends: it tells the next publisher from which version to continue.
+`Record` is the file's content. Each version replaces the file by a rename, so readers always see a whole file, and no
+process has to serve it. Readers check the record: the publisher counts as alive only if its process still has that
+block of memory open under the recorded descriptor. So a killed publisher, a pid that now belongs to another process,
+and a forked child do not count. The file stays when its publisher ends, because the next publisher continues from the
+version in it.
 
 The folder depends on no environment variable, so a trainer started from a login shell and an evaluator started by cron
 find the same one. It lies in memory if possible: on a disk, a rename may have to wait while a checkpoint is written. An
-abstract socket would leave no file, but any user could take its name first.
+abstract socket would leave no file, but any user could claim its name first.
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ class Record:
 
     @property
     def is_live(self) -> bool:
-        """Whether the publisher holds this version's memory; also False if a newer version has taken its place."""
+        """Whether the publisher holds this version's memory; also False if a newer version has replaced this one."""
         if self.is_closed:
             return False
         try:
             return os.stat(path_of(self.fd, self.pid)).st_ino == self.inode
-        except PermissionError:  # a process has dropped privileges, or the pid is another's by now
+        except PermissionError:  # the publisher has dropped privileges, or its pid now belongs to another user
             return start_of(self.pid) == self.started
         except OSError:
             return False
@@ -100,7 +101,7 @@ def check_name(call: str, name: Any) -> str:
 
 
 def after(version: int) -> int:
-    """Return the number of the next version; after the largest that a record can hold, it is 1 again."""
+    """Return the number of the next version; after the largest that a record can hold, numbers start at 1 again."""
     return version % _MOST + 1
 
 
@@ -109,10 +110,10 @@ def file_name(name: str) -> str:
 
 
 def find(name: str) -> Record | None:
-    """Return the record of a name; None if there is none that can be read.
+    """Return the record of a name; None if there is no readable record.
 
     Raises:
-        PhalanxError: It was published in another container, or this process has too many open files.
+        PhalanxError: The name was published in another container, or this process has too many open files.
     """
     found: Record | None = None
     for path in common_files(file_name(name)):
@@ -149,7 +150,7 @@ def write(name: str, record: Record) -> None:
     """Replace the record of a name.
 
     Raises:
-        OSError: No folder can take the file.
+        OSError: The file can't be written to any of the possible folders.
     """
     text = json.dumps(asdict(record))
     in_common_folder(lambda folder: write_whole(os.path.join(folder, file_name(name)), text))
@@ -160,7 +161,7 @@ def claiming() -> Iterator[None]:
     """Keep every other process from beginning to publish.
 
     Raises:
-        OSError: No folder can take the lock's file.
+        OSError: The lock's file can't be written to any of the possible folders.
         PhalanxError: Another process does not release the lock.
     """
     path = in_common_folder(lambda folder: os.path.join(folder, "publications.lock"))
@@ -182,7 +183,7 @@ def pid_namespace() -> int:
 
 
 def start_of(pid: int) -> int:
-    """Return when a process was started, in clock ticks; 0 if it has ended."""
+    """Return when a process was started, in clock ticks; 0 if the process has ended."""
     process = process_of(pid)
     return process.start_time if process else 0
 

@@ -41,9 +41,9 @@ class Published:
     """A version of what another process publishes.
 
     Attributes:
-        version: Number of the version; larger than that of every earlier one, even from another publisher.
-        state: State as it was published. Its tensors are views of memory that others share: read them, or ``clone()``.
-            Only this process sees what it writes into one.
+        version: Number of the version; larger than every earlier version's, even if another publisher made that.
+        state: State as it was published. Its tensors are views of memory that other processes read, too: only read
+            them, or ``clone()`` them. If this process writes into one, no other process sees the change.
 
     Example:
         >>> with phalanx.publish([1, 2.5, "three"], "example-3"):
@@ -57,13 +57,13 @@ class Published:
 
 
 class Subscription:
-    """Versions that another process publishes under a name, from `phalanx.subscribe`. Each thread uses its own.
+    """Versions that another process publishes under a name, from `phalanx.subscribe`. Threads must not share one.
 
-    A subscription keeps the version that it returned last until it returns another or is closed. It can be pickled, as
-    for workers of a data loader, and used in a forked child.
+    A subscription keeps the version that it returned last until it returns another or is closed. A subscription can be
+    pickled, for example for workers of a data loader, and used in a forked child.
 
-    Iterating waits for one version after another, skips those that were replaced before it reached them, and ends when
-    the publication is closed.
+    Iterating waits for one version after another, skips versions that were replaced before the iteration reached them,
+    and ends when the publication is closed.
 
     Attributes:
         name: Name of the publication.
@@ -111,12 +111,12 @@ class Subscription:
         """Return the newest version once it is newer than a given one.
 
         Args:
-            newer_than: Number of a known version; None: the version that this subscription returned last.
-            timeout_s: Longest wait in seconds; None: the subscription's.
+            newer_than: Number of a known version; the default is the version that this subscription returned last.
+            timeout_s: Longest wait in seconds; the default is the subscription's limit.
 
         Raises:
-            NotPublished: No newer version came in time, or the publisher has ended; the error's `has_ended` tells
-                which. After an end, the next call waits for another publisher.
+            NotPublished: No newer version was published in time, or the publisher has ended; the error's `has_ended`
+                distinguishes the two. After an end, the next call waits for another publisher.
             OutOfSharedMemory: This process has no address space or no descriptors left.
         """
         self._require_open()
@@ -161,7 +161,7 @@ class Subscription:
     # ---- looking ---------------------------------------------------------------------------------------------------
 
     def _look_now(self) -> tuple[Published | None] | None:
-        """Return the newest version, or the last one received if nobody publishes; None while one is replaced."""
+        """Return the newest version, or the last one received if nobody publishes; None while it is being replaced."""
         record = self._live()
         if record is None:
             return (self._last,)
@@ -170,7 +170,7 @@ class Subscription:
 
     def _look(self, known: int) -> Published | None:
         record = records.find(self.name)
-        is_other = record is not None and self._last_token not in ("", record.token)  # it may count from 1 again
+        is_other = record is not None and self._last_token not in ("", record.token)  # which may count from 1 again
         if record is None or (record.version <= known and not is_other):
             return None
         return self._get(record)
@@ -182,7 +182,7 @@ class Subscription:
             newer = records.find(self.name)
             if newer == record:
                 return None
-            record = newer  # it has published meanwhile
+            record = newer  # its publisher has published meanwhile
         if record is not None:
             self._seen = record.token
         return record
@@ -267,11 +267,11 @@ class Subscription:
 def subscribe(name: str, *, timeout_s: float = 1800.0) -> Subscription:
     """Return a subscription to what a process of this user on this host publishes, or will publish, under a name.
 
-    It costs nothing until it is used, and never slows the publisher down.
+    A subscription costs nothing until it is used, and never slows the publisher down.
 
     Args:
         name: Name given to `phalanx.publish`.
-        timeout_s: Longest wait for a version in seconds, unless a call of `Subscription.wait` names another.
+        timeout_s: Longest wait for a version in seconds, unless a call of `Subscription.wait` passes another limit.
 
     Raises:
         ValueError: The name is not valid, or the timeout is not positive.

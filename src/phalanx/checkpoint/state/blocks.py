@@ -1,10 +1,11 @@
 """How tensors are divided into blocks that the ranks save, and joined again on any number of ranks.
 
-- Tensors of 64 KiB and more that have the same bits on all ranks are divided among them between rows: each rank copies
-  and writes its share.
+- Tensors of 64 KiB and more that have the same bits on all ranks are cut between rows and divided among the ranks: each
+  rank copies and writes its share.
 - Each rank saves its shard of a DTensor, and replicas are saved once. torch says where the shards lie.
 - Buffers of modules, NumPy arrays, tensors below 64 KiB and plain values are saved by every rank, because they may
-  differ (batch norm, random numbers, positions in the data). A job with a different number of ranks gets rank 0's.
+  differ (batch norm, random numbers, positions in the data). If a different number of ranks loads the checkpoint, all
+  of them get rank 0's values.
 - If the ranks' names, shapes or bits differ (a hand-written pipeline or experts), each rank saves its own tensors, and
   only the same number of ranks can load the checkpoint.
 """
@@ -43,7 +44,7 @@ def _can_be_divided(leaf: Leaf) -> bool:
 
 
 def parts_of_rank(leaves: Sequence[Leaf], rank: int, world_size: int, alike: Collection[str]) -> list[Part]:
-    """Return what `rank` saves: its shards, its own tensors, and its share of the large tensors that all have alike.
+    """Return what `rank` saves: its shards, its own tensors, and its share of the large tensors equal on all ranks.
 
     These shares have about equal sizes, and are cut between rows.
 
@@ -105,7 +106,7 @@ class Reader:
         own: Rank whose small tensors, buffers and other own values this rank gets.
 
     Attributes:
-        needed: Ranges of bytes that are needed according to `survey`, by the rank whose image has them.
+        needed: Ranges of bytes that are needed according to `survey`, by the rank whose image holds them.
     """
 
     def __init__(self, images: Sequence[Image], own: int) -> None:
@@ -115,7 +116,7 @@ class Reader:
 
     @torch.no_grad()
     def __call__(self, node: Json, into: Tensor | None) -> Tensor:
-        """Return a node's tensor: `into`, filled, if that is given.
+        """Return a node's tensor: a new one, or `into` after filling it.
 
         Raises:
             ValueError: The images lack something that `into` needs.
@@ -134,7 +135,7 @@ class Reader:
         """Check that the images hold a node's tensor; return a tensor of the same form that takes no memory.
 
         Raises:
-            ValueError: They do not; or another node has the same tensor, which no save would write.
+            ValueError: The images do not hold it, or another node names the same tensor, which no save would write.
         """
         if node["tensor"] in self._checked:
             raise ValueError(f"{node['tensor']!r} is there more than once")
@@ -183,7 +184,7 @@ def _do_tile(blocks: Iterable[Block], whole: Block) -> bool:
     inner corners cancel out.
 
     Raises:
-        ValueError: They are cut along more dimensions than any mesh has.
+        ValueError: The blocks are cut along more dimensions than any mesh has.
     """
     blocks = [*blocks]
     if not _count(whole):
@@ -237,10 +238,11 @@ Description = dict[str, bytes]
 
 
 def describe(leaves: Sequence[Leaf], world_size: int) -> Description:
-    """Return a description of each tensor, by name: shape, dtype and, for large tensors, a digest of the bits.
+    """Return, by name, a description of each tensor: shape, dtype and, for large tensors, a digest of the bits.
 
-    All bits are digested, because ranks with different stages of a model, or different experts that have learnt nothing
-    yet, may use the same names. A single rank has nothing to compare, so its digests are left out.
+    All bits are digested, because different tensors may have the same name and differ in few bits: stages of a model on
+    different ranks, or experts that have hardly been trained. A single rank has nothing to compare, so its digests are
+    left out.
     """
     described = {}
     for leaf in leaves:
@@ -252,7 +254,7 @@ def describe(leaves: Sequence[Leaf], world_size: int) -> Description:
 
 
 def fingerprint(described: Description) -> tuple[int, int]:
-    """Return two numbers of 62 bits that are equal if the descriptions are."""
+    """Return two numbers of 62 bits; equal descriptions give equal pairs."""
     digest = hashlib.blake2b(repr(sorted(described.items())).encode(), digest_size=16).digest()
     low, high = (int.from_bytes(half, "little") >> 2 for half in (digest[:8], digest[8:]))
     return low, high

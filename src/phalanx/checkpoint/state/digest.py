@@ -2,9 +2,9 @@
 
 All bits are digested. A sample of elements could not tell apart two experts that have hardly been trained, and if two
 different tensors seemed the same, one of them would silently not be saved. So each rank computes the 128-bit XXH3 of
-each large tensor, which reads the tensor once, at the speed of memory. With two ranks, a save of 256 MiB took 0.8 times
-as long as a memcpy with a sample, and 1.4 times with all bits (``python -m bench.checkpoint --ranks 2``). XXH3 is not
-cryptographic, and need not be: ranks do not attack each other. Files on disk have SHA-256.
+each large tensor, which reads the tensor once, at the speed of memory. With two ranks, a save of 256 MiB that digested
+all bits took 1.4 times as long as a memcpy; with a sample, it took 0.8 times as long (``python -m bench.checkpoint
+--ranks 2``). XXH3 is not cryptographic, and need not be: ranks do not attack each other. Files on disk have SHA-256.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 if sys.platform == "linux":
     from phalanx import _core
 
-_LEAST_BYTES = 241  # shorter pieces get a BLAKE2 digest: the core accepts none, see csrc/memory/digest.h
+_LEAST_BYTES = 241  # shorter pieces get a BLAKE2 digest: the core refuses them, see csrc/memory/digest.h
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A rank's part of a checkpoint as one safetensors file, made in memory, and then written to disk or kept there.
+"""A rank's part of a checkpoint as one safetensors file, which is made in memory, and kept there or written to disk.
 
 The file is made by hand because the safetensors library can't write into existing memory; any tool opens the result.
 The state's tree and the place of each part are in the header's metadata. The data begins at a multiple of 4096 bytes,
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 4096  # data begins at a multiple of this, so it stays in place although headers differ in length
+_ALIGNMENT = 4096  # data begins at a multiple of this, so headers may differ in length without moving it
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16,
@@ -117,7 +117,7 @@ class Image:
     """An image to read.
 
     Args:
-        memory: Writable buffer, which is not modified; the blocks are views of it.
+        memory: Writable buffer, which is not modified; the blocks are views of this buffer.
 
     Raises:
         ValueError: The memory holds no image. A header that no save wrote may raise other errors as well.
@@ -170,7 +170,7 @@ class Image:
 
 
 def _stored_form(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.dtype, list[int]]:
-    """Return the dtype and shape that `as_stored` gives a tensor."""
+    """Return the dtype and shape that `as_stored` gives a tensor of this form."""
     if dtype in _NAMES:
         return dtype, [*shape]
     return (dtype.to_real(), [*shape, 2]) if dtype.is_complex else (torch.uint8, [*shape, dtype.itemsize])
@@ -184,7 +184,7 @@ def _check_entries(entries: Mapping[str, Any], size_bytes: int) -> None:
         if not _are_counts([begin, end, *entry["shape"]]) or begin != at or end < begin or end > size_bytes:
             raise ValueError(f"{key!r} has no valid place in the data")
         if math.prod(entry["shape"]) * _DTYPES[entry["dtype"]].itemsize != end - begin:
-            raise ValueError(f"{key!r} is of another size than its shape")
+            raise ValueError(f"{key!r} does not have the size that its shape implies")
         at = end
     if at != size_bytes:
         raise ValueError("it has more data than its header describes")

@@ -1,9 +1,9 @@
 """Restores the user's state from a tree, or says why the tree does not fit; fills modules and tensors in place.
 
-What the user passes directly is restored exactly as it was saved, or refused. For this, the tree names the class of
-each container; for each tensor that shared memory with an earlier one, it names the earlier one. A tensor of the user's
-is filled only if it can hold every value. What goes to an object's ``load_state_dict`` may be less exact, because the
-object itself decides: values are cast as torch does, and mappings become dicts.
+What the user passes directly is restored exactly as it was saved, or refused. So the tree names the class of each
+container, and for each tensor that shared memory with an earlier tensor, the name of the earlier one. A tensor of the
+user's is filled only if it can hold every value. What goes to an object's ``load_state_dict`` may be less exact,
+because the object itself decides: values are cast as torch does, and mappings become dicts.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def restore(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: 
 
 
 class _Sharing:
-    """Reads new tensors so that they share memory as the saved ones did."""
+    """Reads new tensors so that they share memory as the saved tensors did."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
         self._done: dict[str, Tensor] = {}
-        self._single: dict[str, tuple[Json, Tensor]] = {}  # read tensors, by the sharing tensor that is still unread
+        self._single: dict[str, tuple[Json, Tensor]] = {}  # tensors, by the name of an unread one that shares memory
 
     def __call__(self, node: Json, into: Tensor | None) -> Tensor:
         name, other = node["tensor"], node.get("shares", [""])[0]
@@ -61,7 +61,7 @@ class _Sharing:
         return tensor
 
     def _view(self, node: Json, shares: Sequence[Any], other: Tensor) -> Tensor:
-        """Return a node's tensor as a view of `other`, which it was when it was saved.
+        """Return a node's tensor as a view of `other`, as it was when it was saved.
 
         Raises:
             ValueError: It was not a view of `other`.
@@ -83,7 +83,7 @@ def survey(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: b
     """Call `read` for each tensor that `restore` would read, with the tensor that it would fill; don't change `state`.
 
     Raises:
-        KeyError, ValueError: As in `restore`, unless that depends on a tensor's content.
+        KeyError, ValueError: As in `restore`, except for errors that depend on a tensor's content.
     """
     _walk(state, node, read, strict=strict, assigns=False)
 
@@ -93,7 +93,7 @@ def _walk(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: bo
     saved = dict(pairs_of(node))
     if strict and (missing := [key for key in state if key not in saved]):
         raise KeyError(
-            f"the checkpoint has no {_some(map(repr, missing))}, but {_some(map(repr, saved))}: "
+            f"the checkpoint has no {_some(map(repr, missing))}; it has {_some(map(repr, saved))}: "
             f"load what it has, or {NOT_STRICT}"
         )
     for key in state:
@@ -122,7 +122,7 @@ def drop_gradients(state: Any) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error's message, preceded by its class if this library does not raise such errors."""
+    """Return an error's message, preceded by the error's class unless this library raises such errors itself."""
     is_ours = isinstance(error, KeyError | ValueError | RuntimeError) and error.args
     return str(error.args[0]) if is_ours else class_and_message(error)
 
@@ -132,10 +132,10 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _visit(target: Any, node: Json, read: Read, *, strict: bool, assigns: bool) -> Any:
-    """Read what `target` needs, and return what is to take its place.
+    """Read the values for `target`, and return the value that takes its place.
 
-    Objects, tensors, and mappings that hold some are restored in place and returned; anything else becomes a new value.
-    Without `assigns`, `target` stays as it is and is returned.
+    Objects, tensors, and mappings that hold objects or tensors are restored in place and returned; anything else
+    becomes a new value. Without `assigns`, `target` stays as it is and is returned.
     """
     if isinstance(target, nn.Module):
         module = unwrap(target)
@@ -232,7 +232,7 @@ def _holds_objects(value: Any) -> bool:
 
 
 def _state_like(optimizer: torch.optim.Optimizer, node: Json) -> dict[str, Any]:
-    """Return empty tensors for the state of parameters that are DTensors or not contiguous, laid out like those.
+    """Return empty tensors for the state of parameters that are DTensors or not contiguous, laid out like them.
 
     With another layout, an optimizer step would take longer and round differently.
     """

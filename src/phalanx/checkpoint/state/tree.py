@@ -1,6 +1,6 @@
 """Turns state into a tree of JSON in which tensors are represented by names; their bytes are stored separately.
 
-Nothing in it is pickled. A value of a class that is not listed here and has no ``state_dict`` is an error.
+Nothing in the tree is pickled. A value of a class that is not listed here and has no ``state_dict`` is an error.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def pack(state: Any, done: str = "saved") -> tuple[Json, list[Leaf]]:
 
     Args:
         state: Values and tensors.
-        done: Participle that messages use for what is done with the state.
+        done: Participle for messages: what is done with the state, such as "saved" or "published".
 
     Raises:
         TypeError: A value can't be written without pickling; the message says where it is.
@@ -117,7 +117,7 @@ class _Packer:
         self._names = {"__metadata__"}  # names in use; this one is reserved in a safetensors file
         self._buffers: frozenset[str] = frozenset()
         self._level = 0  # nesting level of the value that is being packed
-        self._depth = 0  # number of objects around the value; load_state_dict() can't restore shared memory
+        self._depth = 0  # number of enclosing objects; inside one, shared memory is not recorded
         self._places: list[_Place] = []
 
     def note_shared_memory(self) -> None:
@@ -275,7 +275,7 @@ class _Place:
         return _Place(node, begin, begin + extent * size, form, tensor.is_contiguous())
 
     def within(self, other: _Place) -> list[Any] | None:
-        """Return the other's name and the index of its element at which this one begins; None if they share no memory.
+        """Return the other tensor's name, and the index in it at which this one begins; None if they share no memory.
 
         The index is omitted if this one is not a view of the other. Tensors that are not contiguous, such as columns,
         count as sharing memory only if they are identical.
@@ -312,7 +312,7 @@ def _local_part(tensor: Any) -> Tensor:
 
 
 def _check_memory(tensor: Tensor, name: str, done: str) -> None:
-    """Raise a TypeError unless the tensor's values are the bytes in a memory of its own."""
+    """Raise a TypeError unless the tensor's values are the bytes of its own memory."""
     keys = unusual_keys(tensor)
     if keys and not tensor.is_cpu:  # dispatch keys implied by the device are fine
         keys -= unusual_keys(torch.empty(0, device=tensor.device))

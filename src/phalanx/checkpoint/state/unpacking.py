@@ -52,10 +52,14 @@ def _is_tensor(value: Any) -> bool:
 
 
 def as_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype with this name."""
+    """Return torch's dtype with this name.
+
+    Raises:
+        ValueError: This torch has no such dtype.
+    """
     dtype = getattr(_torch(), name, None)
     if not isinstance(dtype, _torch().dtype):
-        raise ValueError(f"this torch knows no dtype {name!r}")
+        raise ValueError(f"this torch has no dtype {name!r}")
     return dtype
 
 
@@ -120,7 +124,7 @@ def _check_fit(like: Tensor, node: Json) -> None:
 
 
 def _holds_all(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Return whether a dtype can hold every value of another: torch promotes the two to the first."""
+    """Return whether a dtype can hold every value of another, that is, whether torch promotes the two to the first."""
     if dtype == other:
         return True
     inexact = [one.is_floating_point or one.is_complex for one in (dtype, other)]
@@ -144,8 +148,8 @@ def _as_mapping(node: Json, kind: str, values: dict[Any, Any], like: Any, *, is_
         return collections.defaultdict(None if factory is None else FACTORIES[factory], values)
     if kind == "mapping" and is_exact and not isinstance(like, Mapping):
         raise ValueError(
-            f"the checkpoint has a {node['class']}, which it can't make by itself: put an empty one in its place to be "
-            "filled, or {} to get a dict"
+            f"the checkpoint has a {node['class']}, which load can't create: put an empty one in its place for load "
+            "to fill, or {} to get a dict"
         )
     return values if kind == "mapping" else MAPPINGS[kind](values)
 
@@ -160,7 +164,7 @@ def _as_named(node: Json, items: list[Any], like: Any) -> Any:
 
 @functools.lru_cache
 def _class_of_named(name: str, fields: tuple[str, ...]) -> Any:
-    # `rename` renames the fields that it renamed in the saved class: an invalid name becomes _1 for the second field.
+    # `rename` gives invalid names the form that they have in the saved class: the second field becomes _1.
     return collections.namedtuple(name, fields, rename=True)
 
 

@@ -1,7 +1,7 @@
 """The calls of ranks, taken from their black boxes: the first in which they differ, and which ranks wait for which.
 
 Sizes are compared for operations in which all ranks must pass equally many elements. dtype and root need no comparison
-here: the core itself refuses calls that differ in them.
+here: the core itself refuses calls that differ in these.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Call:
     """A collective or a message of a rank.
 
     Attributes:
-        seq: Number in its group; for a message, the peer's rank in the group + 1.
+        seq: Number of the collective in its group; for a message, the peer's rank in the group plus 1.
         num_elems: Number of elements that this rank passes or receives.
-        began_ns: Time at which it began, by the host's monotonic clock.
-        is_open: Whether it has not returned.
+        began_ns: Time at which the call began, by the host's monotonic clock.
+        is_open: Whether the call has not returned yet.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class Record:
 
     Attributes:
         calls: Calls of each rank, oldest first.
-        members: Ranks of each group, as far as they have joined it.
+        members: Ranks that have joined each group.
         is_whole: Whether no rank has made more calls than its box holds.
     """
 
@@ -110,7 +110,7 @@ class Difference:
     """The first call number of a group for which ranks made different calls.
 
     Attributes:
-        lines: Line for each of the different calls, and for ranks that made none.
+        lines: One line for each of the different calls, and one for the ranks that made no call of this number.
     """
 
     group: str
@@ -122,12 +122,12 @@ def first_difference(record: Record, finished: Collection[int] = ()) -> Differen
     """Return the earliest difference between ranks of any one group; None if there is none.
 
     Args:
-        finished: Ranks that make no further call, so a call that they lack is a difference, too.
+        finished: Ranks that will make no more calls, so a call that they lack is a difference, too.
     """
     found: list[tuple[int, Difference]] = []
     for group, members in record.members.items():
         made = {rank: record.collectives(rank, group) for rank in members}
-        # Full boxes drop their oldest calls, not the same ones on each rank: begin where all ranks have calls.
+        # A full box drops its oldest calls, and each box drops different ones. So begin where all ranks have calls.
         first = 0 if record.is_whole else max(min(calls, default=0) for calls in made.values())
         for seq in sorted({seq for calls in made.values() for seq in calls if seq >= first}):
             by_key: dict[tuple[str, int] | None, list[int]] = {}
@@ -144,7 +144,7 @@ def first_difference(record: Record, finished: Collection[int] = ()) -> Differen
 
 
 def _said(calls: Mapping[int, Call], seq: int) -> str:
-    """Return the call of a rank with number `seq`, or its last call before that."""
+    """Return a rank's call with the number `seq`, or the rank's last call before that."""
     if seq in calls:
         return str(calls[seq])
     before = max((number for number in calls if number < seq), default=0)

@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
         return check_resume(words)
     for end in _ENDS:
-        if signal.getsignal(end) != signal.SIG_IGN:  # so that under nohup SIGHUP stays ignored
+        if signal.getsignal(end) != signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
             signal.signal(end, _leave)
     try:
         return _check(words, target, num_ranks, {name: setting.value for name, setting in settings.items()})
@@ -121,7 +121,7 @@ def _check(words: Sequence[str], target: Sequence[str], num_ranks: int, settings
             watch.close()
         printed = [
             line for line in watch.printed.rstrip().splitlines() if folder not in line
-        ]  # left out: that folder is deleted at the end
+        ]  # lines with the folder are left out: it is deleted at the end
     result = result_of(record, end, num_ranks, settings["steps"])
     if settings["json"]:
         print(json.dumps(as_json(record, result, end), indent=1))
@@ -135,7 +135,7 @@ def _check(words: Sequence[str], target: Sequence[str], num_ranks: int, settings
 
 
 def _cropped(calls: Sequence[str], num_others: int) -> Sequence[str]:
-    """Return the lines of calls that fit a terminal with `num_others` more lines; elsewhere, all of them."""
+    """Return as many lines of calls as fit the terminal beside `num_others` other lines; without a terminal, all."""
     most = max(shutil.get_terminal_size().lines - num_others - 4, 6)
     if not is_terminal(sys.stdout) or len(calls) <= most:
         return calls

@@ -18,11 +18,11 @@ class Stop:
     """Why the trial of a script stopped.
 
     Attributes:
-        why: ``steps``: all ranks took them. ``calls``: all made enough. ``ended``: the job ended before that.
-            ``stalled``: nothing progressed. ``late``: the time was up.
+        why: ``steps``: all ranks took their steps. ``calls``: all ranks made enough calls. ``ended``: the job ended
+            before that. ``stalled``: no rank progressed. ``late``: the time was up.
         code: Exit code of a job that ended.
         in_step: Ranks that have taken all their steps.
-        answer: Sentence of ``phalanx why`` about a job that stalled or was late; empty if it could not be asked.
+        answer: Sentence of ``phalanx why`` about a job that stalled or was late; empty if there is none.
     """
 
     why: str
@@ -90,7 +90,7 @@ def _stalled(record: Record, answer: str) -> Result:
     for rank in missing:
         calls = record.calls.get(rank)
         last = f"its last call was {calls[-1]}" if calls else "it has made no call yet"
-        lines.append(f"rank {rank} has not come; {last}")
+        lines.append(f"rank {rank} has not arrived; {last}")
     who = named("rank", missing) if missing else "a message that nobody sends or takes"
     words = answer or f"{counted(len(waits), 'rank')} waiting for {who}"
     return Result("stalled", FOUND, f"stalled: {words}", lines)

@@ -27,13 +27,13 @@ class Failed(Exception):
 
 
 def check_resume(run_arguments: Sequence[str]) -> int:
-    """Run a script three times and compare the last checkpoints: whole, with a rank killed, and preempted and resumed.
+    """Run a script uninterrupted, with a rank killed, and preempted and resumed; compare the last checkpoints.
 
     Args:
         run_arguments: Arguments of ``phalanx run``: flags, a script that trains with a `Trainer`, and its arguments.
 
     Returns:
-        0 if all three end with the same bits, 1 if not or if a run failed.
+        0 if all three runs end with the same bits; 1 if not, or if a run failed.
     """
     with tempfile.TemporaryDirectory(prefix="phalanx-check-") as base:
         whole, killed, preempted = (os.path.join(base, name) for name in ("whole", "killed", "preempted"))
@@ -62,7 +62,7 @@ def _run(
     """Run the job to its end, interrupting it after `step` if `interrupt` is given.
 
     Raises:
-        Failed: It has ended with another code than `code`, or before it could be interrupted.
+        Failed: The job has ended with another code than `code`, or before it could be interrupted.
     """
     environ = {**_env.environment(), _env.FOLDER_VARIABLE: folder, "PHALANX_LOG_DIR": os.path.join(folder, "logs")}
     command = [sys.executable, "-m", "phalanx", "run", *arguments]
@@ -86,10 +86,8 @@ def _run(
         if interrupt is None and ended == code:
             return
         printed.seek(0)
-        why = (
-            f"ended with code {ended} instead of {code}" if interrupt is None else "was over too soon to be interrupted"
-        )
-        raise Failed(f"the job {why}. It has printed:\n{printed.read().decode(errors='replace')}")
+        why = f"with code {ended} instead of {code}" if interrupt is None else "before it could be interrupted"
+        raise Failed(f"the job ended {why}. It has printed:\n{printed.read().decode(errors='replace')}")
 
 
 def _pid_once_past(folder: str, step: int, job: subprocess.Popen[bytes], deadline: float) -> int | None:

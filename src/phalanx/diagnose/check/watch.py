@@ -5,10 +5,11 @@ job is started as ``phalanx tune`` starts one (`tune.trial_job`), with ranks tha
 are read from the supervisor's memory.
 
 The trial ends when all ranks have taken their steps or made enough calls, when the job ends, when it stalls, or when
-the time is up (`result.Stop`). If all ranks are in a call and no event comes for two seconds, the job has stalled. If
-some rank is in no call, the job counts as stalled only if that rank has not computed for some seconds either, because
-eight ranks on two cores may take long for a step. Before a trial that hangs is ended, it is examined as ``phalanx why``
-examines a job: a box tells the last call of a rank, but only its stack tells where it is now.
+the time is up (`result.Stop`). If all ranks are in a call and no event is recorded for two seconds, the job has
+stalled. If some rank is in no call, the job counts as stalled only if that rank has not computed for some seconds
+either, because eight ranks on two cores may take long for a step. Before a trial that hangs is ended, it is examined as
+``phalanx why`` examines a job: a box holds the last call of a rank, but only the rank's stack shows where the rank is
+now.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class Watch:
 
     Args:
         words: Flags, script and arguments for ``phalanx run``.
-        num_ranks: Number of its ranks.
+        num_ranks: Number of the trial's ranks.
         num_steps: Optimizer steps that each rank takes.
-        num_calls: Number of calls of each rank after which the trial may end; 0: only steps count.
+        num_calls: Number of calls of each rank after which the trial may end; 0 if only steps count.
         stall_s: Seconds without progress after which waiting ranks count as stalled.
     """
 
@@ -74,7 +75,7 @@ class Watch:
 
     def _look(self, deadline: float) -> tuple[Record, Stop] | None:
         in_step = self._job.who_told(0)
-        has_ended = self._job.has_ended  # checked before the boxes are read, which a job saves before it ends
+        has_ended = self._job.has_ended  # checked before reading the boxes: an ended job has saved all of them
         boxes = self._boxes()
         record = Record.of(boxes)
         if len(in_step) == self._num_ranks:
@@ -102,7 +103,7 @@ class Watch:
     def _boxes(self) -> list[Box]:
         """Return the boxes of the running job, whose launcher holds them."""
         with contextlib.suppress(OSError, ValueError):  # the job has ended, or a box is just being created
-            launchers = self._job.pid, *awaited_by(self._job.pid)  # a client holds none, and awaits the launcher
+            launchers = self._job.pid, *awaited_by(self._job.pid)  # a warm start's client holds none
             return next(filter(None, (list(boxes_held_by(pid)) for pid in launchers)), [])
         return []
 
@@ -113,7 +114,7 @@ class Watch:
         return []
 
     def _has_stalled(self, boxes: Sequence[Box], record: Record, in_step: Sequence[int]) -> bool:
-        """Whether ranks wait and nothing progresses: all wait, or the others have stopped computing."""
+        """Whether ranks wait and nothing progresses: all ranks wait, or those that do not have stopped computing."""
         now = time.monotonic()
         waits = record.waiting()
         # Notes are left out: a rank writes one about a long wait, which is no progress.

@@ -23,7 +23,7 @@ class Gpu:
 
     Attributes:
         busy_percent: Share of the time in which the GPU ran a kernel of any process; None if it is not known.
-        used_bytes: Memory that the process has on it; None if it is not known.
+        used_bytes: Memory of the GPU that the process uses; None if it is not known.
     """
 
     index: int
@@ -32,7 +32,7 @@ class Gpu:
 
 
 class Gpus:
-    """The GPUs of each process in the last output of nvidia-smi; none if that is not installed."""
+    """The GPUs of each process in the last output of nvidia-smi; none if nvidia-smi is not installed."""
 
     def __init__(self) -> None:
         self._program = shutil.which("nvidia-smi")
@@ -68,7 +68,7 @@ class Gpus:
     def close(self) -> None:
         for asked in self._asked:
             asked.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
+            with contextlib.suppress(subprocess.TimeoutExpired):  # nvidia-smi may hang in the kernel
                 asked.communicate(timeout=0.5)
         self._asked = ()
 

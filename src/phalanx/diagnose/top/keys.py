@@ -74,7 +74,7 @@ class Keys:
     def _take_keys(fd: int) -> None:
         tty.setcbreak(fd)
         modes = termios.tcgetattr(fd)
-        modes[6][termios.VSUSP] = b"\0"  # Ctrl-Z is a key like any other, see above
+        modes[6][termios.VSUSP] = b"\0"  # Ctrl-Z is read as a plain key, see above
         termios.tcsetattr(fd, termios.TCSANOW, modes)
 
     def _go_on(self, number: int, frame: FrameType | None) -> None:

@@ -23,7 +23,7 @@ def watch_live(watch: Watch, console: Console, interval_s: float, is_one_job: bo
         watch: Source of the pictures.
         console: Terminal.
         interval_s: Seconds between two pictures.
-        is_one_job: Whether to end with the job.
+        is_one_job: Whether to stop once the job has ended.
 
     Returns:
         The last picture, if the job has ended; None if the user quit.

@@ -1,4 +1,4 @@
-"""Watches one rank: each look returns what it is doing, and what it uses."""
+"""Watches one rank: each look returns the rank's activity, and the resources that the rank uses."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _ENDED = ("X", "Z")
 
 @dataclasses.dataclass(frozen=True)
 class RankView:
-    """State and resource use of a rank; None: unknown, or not known yet.
+    """State and resource use of a rank. A value of None is unknown, or not known yet.
 
     Attributes:
-        note: Reason why its record can't be read; empty if it can, or if it has none.
-        step: Number of its newest optimizer step.
+        note: Reason why the rank's record can't be read; empty if it can be read, or if there is none.
+        step: Number of the rank's newest optimizer step.
         num_steps: Number of the last step of the training.
         samples_per_s: Samples per second of all ranks together, as this rank counts them.
-        step_times_s: Mean seconds of a step in each of the last intervals in which one ended, oldest first.
-        cpu_percent: CPU time of its threads; 100 is one CPU.
+        step_times_s: Mean seconds of a step in each of the last intervals in which a step ended, oldest first.
+        cpu_percent: CPU use of the rank's threads in percent of one CPU.
         pss_bytes: Proportional memory, see `pss_of`; measured every ten seconds or less often.
         minor_faults_per_s: Page faults without I/O.
-        num_helpers: Processes that it has started, such as the workers of a data loader.
+        num_helpers: Number of the rank's descendants, such as the workers of a data loader.
     """
 
     rank: int
@@ -74,12 +74,12 @@ class Seldom:
         return time.monotonic() >= self._next
 
     def hasten(self, after_s: float) -> None:
-        """Make it due in `after_s` seconds at the latest."""
+        """Make the next look due in at most `after_s` seconds."""
         self._next = min(self._next, time.monotonic() + after_s)
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Measure the body, whose CPU time decides when it is due again."""
+        """Measure the CPU time of the body, which decides when the next look is due."""
         begun = time.thread_time()
         try:
             yield
@@ -119,7 +119,7 @@ class WatchedRank:
     def look(self, gpus: tuple[Gpu, ...]) -> RankView:
         now, process = time.monotonic(), process_of(self._rank.pid)
         if process is not None and (process.state in _ENDED or process.start_time != self._start_time):
-            process = None  # it has ended, and another process may have its pid
+            process = None  # the rank has ended, and another process may have its pid
         self._look_at_record()
         rates = (None, None, None) if process is None else self._rates(now, process)
         activity = self._activity(process, rates[0])

@@ -1,8 +1,9 @@
 """Reads a rank's black box for `phalanx top`: its state, and its steps.
 
 A rank's state follows from the event in its box that the main thread has begun and not ended (the debugger, and the
-wait for it, are recorded as phases), or else from such an event of another thread. Without one, it follows from whether
-the process sleeps and uses no CPU. If the process is stopped, traced or gone, that takes precedence over all of this.
+wait for it, are recorded as phases), or else from such an event of another thread. Without such an event, the state
+follows from whether the process sleeps and uses no CPU. If the process is stopped, traced or gone, that takes
+precedence over everything else.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Activity:
             ``in the debugger``, ``stopped``, ``gone``.
         what: Collective with its number, message, phase or the like; empty if that is not known.
         site: Line of the script, such as ``train.py:31``; empty if it is not known.
-        since_s: Seconds since it began; None if that is not known.
+        since_s: Seconds since the activity began; None if that is not known.
     """
 
     state: str
@@ -50,7 +51,7 @@ class Activity:
 
 
 class Steps:
-    """The optimizer steps of a rank: how far it is, and how fast.
+    """The optimizer steps of a rank: how many it has taken, and how fast.
 
     Attributes:
         step: Number of the newest step; None before the first.
@@ -62,7 +63,7 @@ class Steps:
         self.num_steps: int | None = None
         self._ended: collections.deque[tuple[int, int]] = collections.deque(maxlen=_MOST_STEPS)  # end time, samples
         self._bar_ns = int(bar_s * 1e9)
-        self._bars: dict[int, tuple[int, int]] = {}  # for each interval, duration and number of steps ended in it
+        self._bars: dict[int, tuple[int, int]] = {}  # duration and number of the steps that ended in each interval
 
     def add(self, event: Event) -> None:
         """Add a step, which may not have ended."""
@@ -78,7 +79,7 @@ class Steps:
 
     @property
     def times_s(self) -> list[float]:
-        """Mean seconds of a step in each of the last intervals in which any ended, oldest first."""
+        """Mean seconds of a step in each of the last intervals in which a step ended, oldest first."""
         return [total / count / 1e9 for total, count in self._bars.values()]
 
     def rates(self, now_ns: int) -> tuple[float, float] | None:
@@ -115,7 +116,7 @@ class Recorded:
         self.steps: Steps = Steps(bar_s)
 
     def look(self) -> None:
-        """Read what is new.
+        """Read the events that are new since the last look.
 
         Raises:
             ValueError: The box is torn.

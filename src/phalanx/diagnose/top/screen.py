@@ -1,4 +1,4 @@
-"""Draws the views of `watch`: lines that fit the terminal, with colors if it has them."""
+"""Draws the views of `watch`: lines that fit the terminal, in colors if the terminal has any."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _table(ranks: Sequence[RankView], width: int, is_ascii: bool) -> list[Text]:
 
 
 def _wrapped(rank: RankView, width: int, room: int, mark: str) -> list[str]:
-    """Return a rank's activity in a line of at most `width` characters, and the rest in one of at most `room`.
+    """Return a rank's activity in a line of at most `width` characters, and the rest in another of at most `room`.
 
     If the text is too long, a path is shortened to its file, and then to its end with the line number.
     """

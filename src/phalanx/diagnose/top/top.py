@@ -22,7 +22,7 @@ _GPU_WAIT_S = 5.0
 
 
 def main(args: Sequence[str]) -> int:
-    """Show jobs; return 1 if there is none, 2 if the one that was asked for does not exist."""
+    """Show jobs; return 1 if there is none, 2 if the requested job does not exist."""
     parser = make_parser()
     try:
         given = parser.parse_args(args)

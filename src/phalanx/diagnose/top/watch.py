@@ -1,12 +1,12 @@
-"""Watches jobs: each look returns what their ranks are doing, and what they use.
+"""Watches jobs: each look returns the activities of their ranks, and the resources that the ranks use.
 
-It looks once a second, on the CPUs that the job uses, so it must cost little. Each look reads ``/proc/PID/stat`` and
-what is new in each box, through a `Tail` that decodes only steps and unfinished events: 1,000 events take 0.4 ms, and
-2.5 ms if all are decoded. Everything else is done as often as a fixed share of a CPU allows (`Seldom`): looking for
-jobs (8 ms among 160 processes), looking for the box of a rank that had none, and PSS, one rank at a time, because the
-kernel walks all pages of a rank under its lock (8 to 20 ms if torch is imported). nvidia-smi runs in the background;
-only ``--once`` and ``--json`` wait for it. A single picture takes two looks half a second apart, because rates are
-differences.
+``phalanx top`` looks once a second, on the CPUs that the job uses, so a look must cost little. Each look reads
+``/proc/PID/stat`` and what is new in each box, through a `Tail` that decodes only steps and unfinished events: 1,000
+events take 0.4 ms, and 2.5 ms if all are decoded. Everything else is done as often as a fixed share of a CPU allows
+(`Seldom`): looking for jobs (8 ms among 160 processes), looking for the box of a rank that had none, and PSS, one rank
+at a time, because the kernel walks all pages of a rank under its lock (8 to 20 ms if torch is imported). nvidia-smi
+runs in the background; only ``--once`` and ``--json`` wait for it. A single picture takes two looks half a second
+apart, because rates are differences.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ FIRST_S = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class JobView:
-    """A job, and the ranks of it that run on this host.
+    """A job, and those of its ranks that run on this host.
 
     Attributes:
-        name: Script or module that it runs, such as ``train.py``.
+        name: Script or module that the job runs, such as ``train.py``.
         world_size: Number of ranks on all hosts; 0 if it is not known.
         seconds: Time since the first of these ranks was started; None if all have ended.
-        folder: Folder of its logs; empty if it is not known.
-        state: Activity of its launcher while none of its ranks runs here; empty if they do, or have ended.
-        straggler: Rank that costs the others time, in a line; empty if there is none.
+        folder: Folder of the job's logs; empty if it is not known.
+        state: Activity of the job's launcher while no rank of the job runs here; empty if ranks run here, or have
+            ended.
+        straggler: Line about the rank that slows the other ranks down; empty if there is none.
     """
 
     name: str
@@ -83,11 +84,11 @@ class Watch:
     """Jobs of this host that are looked at repeatedly.
 
     Args:
-        wanted: Job or pid to watch; empty: all jobs of this user.
+        wanted: Job or pid to watch; empty for all jobs of this user.
         interval_s: Seconds between two looks.
 
     Attributes:
-        where: Line about the folder of a job that was matched by name; empty if it is this folder.
+        where: Line about the folder of a job that was found by its name; empty if the job runs in this folder.
 
     Raises:
         LookupError: There is no such job, or there are several.

@@ -1,9 +1,9 @@
 """One clock for the ranks of several hosts, whose monotonic clocks begin at different times.
 
 Launchers that exchange heartbeats have measured the offsets of their clocks. Otherwise, or if a launcher's record is
-lost, clocks are related by the time of day, which is as accurate as the hosts keep it. Collectives bound its error: no
-rank leaves the second collective after a given one before all ranks have reached the given one. (Not the given one
-itself, because each host records a collective of several hosts as one or two of its own, with the exchange between
+lost, clocks are related by the time of day, which is as accurate as the hosts keep it. Collectives bound the error of
+this relation: when a rank leaves collective number n + 2, all ranks have reached collective n. (Leaving number n itself
+proves less, because each host records a collective of several hosts as one or two of its own, with the exchange between
 hosts before, between or after them.)
 """
 
@@ -32,11 +32,11 @@ _Calls = dict[tuple[str, int], tuple[str, int, int, int]]  # (group, number) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Clock:
-    """How the clock of one host relates to that of the first.
+    """How the clock of one host relates to the clock of the first host.
 
     Attributes:
-        shift_ns: Nanoseconds to add to its times.
-        within_ns: Largest error of its times; infinite if nothing bounds it.
+        shift_ns: Nanoseconds to add to times of this clock.
+        within_ns: Largest error of the resulting times; infinite if nothing bounds it.
         by: Source of the shift: "heartbeats", "time of day", or "collectives" where these contradict the time of day.
     """
 
@@ -47,7 +47,7 @@ class Clock:
 
 
 def align(boxes: Sequence[Box], measured: Mapping[str, Ahead] = MappingProxyType({})) -> dict[str, Clock]:
-    """Return the clock of each host; the host of the first box has the clock that all others are related to.
+    """Return how the clock of each host relates to the clock of the first box's host.
 
     Args:
         measured: Clocks of other hosts, by the host whose launcher has measured them.

@@ -1,14 +1,14 @@
 """All ranks of a job on one clock, in the trace event format that ui.perfetto.dev and chrome://tracing open.
 
-A rank is a process of the trace; its threads are threads. Collectives, messages, steps and phases are slices, notes
-are instants. A flow (an arrow) leads from the rank that came last to a collective to each rank that waited for it. For
-a collective of several hosts, each host records its own steps, in which the hosts do not meet. So an arrow joins two
-hosts only between steps that overlap and belong to the same call, and only if the later rank came later than all ranks
-of the other host by more than the error of the clocks.
+A rank is a process of the trace; its threads are threads. Collectives, messages, steps and phases are slices, notes are
+instants. A flow (an arrow) leads from the rank that reached a collective last to each rank that waited for it. For a
+collective of several hosts, each host records steps of its own, in which no other host takes part. So an arrow joins
+two hosts only between steps that overlap and belong to the same call, and only if the later rank arrived after all
+ranks of the other host, by more than the error of the clocks.
 
 The documented JSON is written rather than Perfetto's protobuf: browsers read it, tests check it, and 24,000 slices are
-half a megabyte when compressed. A trace of a running job begins with what its boxes still hold; if the job hangs, those
-are the events that matter.
+half a megabyte when compressed. A trace of a running job begins with the events that its boxes still hold; if the job
+hangs, those are the events that matter.
 
 Format: "Trace Event Format", the Chromium project; JSON Object Format with events X, M, i, s and f.
 """
@@ -39,7 +39,7 @@ def write_trace(
     """Write the trace of these ranks, compressed if the path ends in ``.gz``; return its `otherData`.
 
     Args:
-        boxes: Boxes of the ranks, one each.
+        boxes: Boxes of the ranks, one for each rank.
         path: File to write.
         measured: Clocks of other hosts, by the host whose launcher has measured them.
     """
@@ -95,7 +95,7 @@ class _Rank:
         self.tracks = list(self._place())
 
     def _place(self) -> Iterator[int]:
-        """Yield the track of each event: its thread's, or another one for slices that overlap without nesting."""
+        """Yield the track of each event: its thread's track, or another one for slices that overlap without nesting."""
         numbers = itertools.count(_FIRST_LANE)
         lanes: dict[int, list[tuple[int, list[int]]]] = defaultdict(
             list

@@ -32,8 +32,8 @@ def main(args: Sequence[str]) -> int:
         "phalanx trace",
         RIGHT_CALL,
         "Write one trace of all ranks on one clock: steps, phases, collectives and who waited for whom. Open it at "
-        "ui.perfetto.dev, which uploads nothing. Of a run that is over it shows what its black boxes hold, some 8,000 "
-        "events of each rank; of a running job, the same and the next seconds. Exit code: 1 if no rank "
+        "ui.perfetto.dev, which uploads nothing. For a finished run, it shows what its black boxes hold, some 8,000 "
+        "events of each rank; for a running job, the same and the next seconds. Exit code: 1 if no rank "
         "runs yet or none records anything, 2 if there is no such run or job.",
         "phalanx trace logs/train, or phalanx trace --seconds 10 train.py",
     )
@@ -111,10 +111,10 @@ def _boxes(what: Sequence[str], seconds: float | None) -> tuple[list[Box], dict[
     folders = [record_of(Path(one)) for one in what if os.path.isdir(one)]
     if not folders:
         if len(what) > 1:
-            raise UsageError(f"{what[0]} is no folder of a run; only folders may be several")
+            raise UsageError(f"{what[0]} is not a run's folder; several arguments must all be folders")
         return _named("".join(what), seconds)
     if len(folders) < len(what):
-        raise UsageError(f"{next(one for one in what if not os.path.isdir(one))} is no folder of a run")
+        raise UsageError(f"{next(one for one in what if not os.path.isdir(one))} is not a run's folder")
     if len(what) == 1 and (running := running_in(str(folders[0]))) is not None:
         return _of_job(running, seconds)
     return _saved(folders, seconds)
@@ -133,7 +133,7 @@ def _named(wanted: str, seconds: float | None) -> tuple[list[Box], dict[str, Ahe
 
 
 def _of_job(job: Job, seconds: float | None) -> tuple[list[Box], dict[str, Ahead]]:
-    """Return the boxes of a running job; if none of its ranks records anything yet, those of an earlier attempt."""
+    """Return the boxes of a running job; if no rank records anything yet, the boxes of an earlier attempt."""
     try:
         return _running(job, 5.0 if seconds is None else seconds), {}
     except NoRank as error:
@@ -184,7 +184,7 @@ def _newest_attempt(folder: Path) -> Path:
             with boxes counts; if a newer one has none, a line on stderr says so.
 
     Raises:
-        LookupError: There are none.
+        LookupError: There are no boxes.
     """
     for pattern in ("", "attempt_*", "blackbox/attempt_*", "*/blackbox/attempt_*", "*/*/blackbox/attempt_*"):
         found = [path for path in (folder.glob(pattern) if pattern else [folder]) if any(path.glob(f"*{SUFFIX}"))]
@@ -197,7 +197,7 @@ def _newest_attempt(folder: Path) -> Path:
 
 
 def _tell_of_newer(taken: Path, folder: Path) -> None:
-    """Say which run is used if a newer one has no record because it still runs or its launcher was killed."""
+    """Say which run is used if a newer run has no record, because it still runs or its launcher was killed."""
     newest = newest_run(folder)
     if newest is not None and newest.name > taken.name:
         _say(f"{newest} has no record, so this is {taken}")
@@ -213,7 +213,7 @@ def _running(job: Job, seconds: float) -> list[Box]:
     """Return the recent events of a running job's ranks, and those of the next seconds.
 
     Raises:
-        NoRank: None runs, or none records anything.
+        NoRank: No rank runs, or no rank records anything.
     """
     if not job.ranks:
         raise NoRank(job.waits)

@@ -2,14 +2,14 @@
 
 - **For how long** a thread has slept follows from the time at which the scheduler last ran it (``se.exec_start``),
   which any user may read. A halt counts as a run, so this is a lower bound ("for at least") unless the rank's last
-  operation ended just before. For a thread that polls or computes it is nearly zero; there, the end of the last
-  operation in the box tells more. The scheduler's time is by the clock of one CPU, which stops while a hypervisor takes
-  that CPU away. So the clocks of two CPUs can be seconds apart, and the asking thread moves for a moment to the CPU on
-  which the other thread last ran, to read that clock.
+  operation ended just before. If a thread polls or computes, this time is nearly zero, and the end of the last
+  operation in the rank's black box says more. The scheduler uses the clock of one CPU, which stops while a hypervisor
+  takes that CPU away. So the clocks of two CPUs can be seconds apart, and the asking thread moves for a moment to the
+  CPU on which the other thread last ran, to read that clock.
 - **Which thread** of a rank trains is known from its black box, or from the stacks if the main thread only waits for
   another thread's end.
-- **A thread that sleeps with the GIL** is recognised by py-spy's flag and the thread's state. Locks, ``input()`` and
-  ``Work.wait()`` leave no Python frame; they are recognised by the source line and the system call.
+- **A thread that sleeps with the GIL** is recognized by py-spy's flag and the thread's state. Locks, ``input()`` and
+  ``Work.wait()`` leave no Python frame; they are recognized by the source line and the system call.
 - **An operation that a rank "had not begun"** may have been called all the same: an asynchronous operation is recorded
   by the thread that runs it.
 """
@@ -48,14 +48,15 @@ class Call:
     """An operation in which a rank waits for others.
 
     Attributes:
-        op: Name, such as ``all_reduce``; ``backward`` if gradients are averaged in it, ``wait`` for ``Work.wait()``.
-        site: Line of the user's call.
+        op: Name, such as ``all_reduce``; ``backward`` if gradients are averaged in it, ``wait`` for a ``Work.wait()``.
+        site: Line of the user's script that makes the call.
         group: Name of the group; empty if it is unknown.
-        seq: Number of the collective in its group; 0 if it is unknown, or a message.
-        peer: Rank in the group of the message's sender or receiver; None: any rank, or it is a collective.
-        since_s: Seconds since it began; None if that is unknown.
-        since_is_least: Whether it may have begun earlier, because the kernel knows only the beginning of the last
-            sleep.
+        seq: Number of the collective in its group; 0 if the number is unknown or the operation is a message.
+        peer: The message's sender or receiver, by its rank in the group; None if it may be any rank, or if the
+            operation is a collective.
+        since_s: Seconds since the operation began; None if that is unknown.
+        since_is_least: Whether the operation may have begun earlier, because the kernel knows only when the thread's
+            last sleep began.
     """
 
     op: str
@@ -84,9 +85,9 @@ class Look:
     Attributes:
         process: The process; None if it has ended.
         stand: The main thread as the kernel sees it.
-        box: The black box; None if it records nothing or its box can't be read.
-        box_problem: Reason why the box can't be read; empty if there is none or it was.
-        seen_ns: Time at which it was seen, by CLOCK_MONOTONIC.
+        box: The process's black box; None if there is none, or if it can't be read.
+        box_problem: Reason why the box can't be read; empty if it was read, or if there is none.
+        seen_ns: Time at which the process was seen, by CLOCK_MONOTONIC.
     """
 
     pid: int
@@ -111,29 +112,30 @@ class Activity:
     """The activity of a process.
 
     Attributes:
-        call: Operation in which it waits for other ranks; None if it does not.
+        call: Operation in which the process waits for other ranks; None if it waits for none.
         how: ``runs``, ``asleep``, ``stopped`` by a signal, ``traced`` by a debugger, waiting for the ``disk``, at a
             ``breakpoint``, waiting for its ``loader``, sleeping with the ``gil``, waiting for a GIL with which another
             thread sleeps (``starved``), waiting for a ``lock``, reading its ``input``, ``idle`` as a loader's worker
             without a batch to prepare, ``ended``, or ``unknown``. If it has ended and more is known: ``returned``,
             ``exited``, ``raised``, ``killed``, ``interrupted`` by Ctrl-C, or ``silent``.
         frame: Innermost frame of the user's code; None if it is unknown.
-        within: Function of a library that this frame has called; empty if it is in none.
+        within: Function of a library that this frame has called; empty if it has called none.
         depth: Number of times that the frame's function is on the stack.
         since_s: Seconds since the thread last ran; None if it runs or this is unknown.
-        since_is_least: Whether it may have been there for longer: a signal or a halt, as by gdb or for native frames,
-            begins a new sleep.
-        system_call, path: System call in which it sleeps, and the file behind its descriptor.
-        other: Frame of the thread or the loader's worker that it waits for; None if there is none.
-        other_pid: Process or thread of that frame; 0: there is none.
+        since_is_least: Whether the thread may have been there for longer: after a signal or a halt (by gdb, or to read
+            native frames), a new sleep begins.
+        system_call, path: System call in which the thread sleeps, and the file behind the call's descriptor.
+        other: Frame of the thread or the loader's worker that the process waits for; None if there is none.
+        other_pid: Process or thread of that frame; 0 if there is none.
         detail: Name of the debugger or of a kernel function, or cause of the end, depending on `how`.
-        progress: Number of the last collective that it has begun, by group; empty if that is unknown.
-        has_forgotten: Whether `progress` may lack groups, because its black box has dropped their collectives.
-        last: Last collective that it has ended, if that is known.
-        stepped_s: Seconds since the end of its last training step; None if that is unknown.
-        was_in: Operation in which it waited when a signal killed it; None if it did not.
-        gave_up: Name of the exception that ended its wait for others; empty if none did.
-        host: Name of its host; empty: this one.
+        progress: Number of the last collective that the rank has begun, by group; empty if that is unknown.
+        has_forgotten: Whether `progress` may lack groups, because the black box has dropped the collectives of these
+            groups.
+        last: Last collective that the rank has completed, if that is known.
+        stepped_s: Seconds since the end of the rank's last training step; None if that is unknown.
+        was_in: Operation in which the rank waited when a signal killed it; None if there is none.
+        gave_up: Name of the exception that ended the rank's wait for others; empty if none did.
+        host: Name of the rank's host; empty for this host.
     """
 
     rank: int
@@ -160,7 +162,7 @@ class Activity:
 
     @property
     def is_halted(self) -> bool:
-        """Whether it can't continue by itself, wherever it is."""
+        """Whether the rank has ended, or something outside it must happen before it can continue."""
         return self.how in ("ended", "returned", "stopped", "traced", "disk")
 
 
@@ -168,7 +170,7 @@ def activity_of(rank: int, look: Look, helpers: Sequence[Look] = ()) -> Activity
     """Return what a rank is doing.
 
     Args:
-        helpers: Processes below it, such as the workers of its data loader.
+        helpers: Descendants of the rank's process, such as the workers of its data loader.
     """
     if workers.is_worker(look.stacks):
         look = dataclasses.replace(look, stacks=workers.own_part(look.stacks))
@@ -199,7 +201,11 @@ def activity_of(rank: int, look: Look, helpers: Sequence[Look] = ()) -> Activity
 
 
 def _may_be_longer(still_s: float | None, last: Call | None) -> bool:
-    """Whether a thread may have been where it is for longer than it has slept, judging by its last operation."""
+    """Whether a thread may have been waiting here since before its present sleep began.
+
+    A signal or a halt begins a new sleep, so the sleep is only a lower bound, unless the thread's last operation ended
+    just before it.
+    """
     if still_s is None:
         return False
     return last is None or last.since_s is None or last.since_s > still_s + _SOON_S
@@ -235,7 +241,7 @@ def _joins(thread: Thread) -> bool:
 
 
 def _call(look: Look, main: Thread | None, has_recorded: bool) -> Call | None:
-    """Return the operation in which a rank waits for others; None if it does not."""
+    """Return the operation in which a rank waits for others; None if the rank waits for none."""
     if main is not None and (call := _at_breakpoint(main)) is not None:
         return call
     found = _recorded(look) if has_recorded else None
@@ -246,14 +252,14 @@ def _call(look: Look, main: Thread | None, has_recorded: bool) -> Call | None:
 
 
 def _at_breakpoint(thread: Thread) -> Call | None:
-    """Return the breakpoint of all ranks at which a thread waits for the one that has the debugger."""
+    """Return the breakpoint at which a thread waits for the rank that has the debugger; None if there is none."""
     library, rest = _split(thread)
     waits = any(frame.file == "phalanx/debugging/breakpoints.py" and frame.name == "wait" for frame in library)
     return Call(AT_BREAKPOINT, rest[0].site if rest else "") if waits else None  # it polls, so its duration is unknown
 
 
 def _recorded(look: Look) -> Call | None:
-    """Return the operation in its box in which a rank waits; one that runs in the background does not count."""
+    """Return the operation in which a rank waits, from its box; operations in the background do not count."""
     assert look.box is not None
     threads = {thread.number for thread in look.stacks.threads}
     for event in look.box.events:
@@ -296,7 +302,7 @@ def joining_call(group: str) -> str:
 
 
 def call_of(event: Event, now_ns: int) -> Call:
-    """Return the operation that an event of a black box records, as of a time."""
+    """Return the operation that an event of a black box records, as it stood at `now_ns`."""
     is_message = event.kind == "message"
     return Call(
         op=event.op,
@@ -333,7 +339,7 @@ def _call_on(thread: Thread, look: Look) -> Call | None:
         elif rest and not library and ".wait(" in _source(rest[0], look.pid) and look.stand.call == "futex":
             op = "wait"
     still_s = look.stand.still_s
-    if op == "init_process_group" and look.stand.call == "nanosleep":  # it is polling for the other ranks
+    if op == "init_process_group" and look.stand.call == "nanosleep":  # it polls until all ranks have joined
         still_s = None
     return Call(op, site, since_s=still_s, since_is_least=still_s is not None) if op else None
 
@@ -413,10 +419,10 @@ def _placed(doing: Activity, look: Look, helpers: Sequence[Look]) -> Activity:
 
 
 def _locked(doing: Activity, look: Look) -> Activity:
-    """Return the activity of a thread that waits for a lock, naming another such thread in the user's code."""
+    """Return the activity of a thread that waits for a lock; it names another such thread in the user's code."""
     for thread in look.stacks.threads[1:]:
         if thread.own_frames and thread.frames[0] == thread.own_frames[0] and not thread.is_active:
-            if stand_of(look.pid, thread.number).call != "futex":  # it waits for no lock, and may hold this one
+            if stand_of(look.pid, thread.number).call != "futex":  # it waits for no lock, and may even hold this one
                 continue
             frame = thread.own_frames[0]
             return dataclasses.replace(doing, how="lock", other=frame, other_pid=thread.number, detail=thread.name)
@@ -424,7 +430,7 @@ def _locked(doing: Activity, look: Look) -> Activity:
 
 
 def _starved_by_loader(doing: Activity, helpers: Sequence[Look]) -> Activity:
-    """Return the activity of a rank that waits for its loader, naming a worker that is halted or in the user's code."""
+    """Return the activity of a rank that waits for its loader; it names a worker that is halted or in user code."""
     of_loader = [look for look in helpers if workers.is_worker(look.stacks)]
     for worker in of_loader:
         theirs = activity_of(doing.rank, worker)

@@ -50,7 +50,7 @@ def ranks(numbers: Sequence[int]) -> str:
 
 
 def call_text(call: Call, with_site: bool = False) -> str:
-    """Return a call as error messages name it: by its number, else by its line."""
+    """Return a call as error messages name it: by its number, or else by its line."""
     if call.is_message:
         peer = "" if call.peer is None else f" {'to' if 'send' in call.op else 'from'} rank {call.peer}"
         text = f"{call.op}{peer}"
@@ -68,7 +68,7 @@ def clause(doing: Activity, *, is_culprit: bool = False) -> str:
     """Return what a rank is doing, as a predicate: ``has been in load_image at data.py:88 for 41 s``.
 
     Args:
-        is_culprit: Whether to describe its activity even if it waits for others as well.
+        is_culprit: Whether to describe the rank's activity even if the rank waits for others as well.
     """
     if doing.call is not None and not doing.is_halted and not is_culprit:
         lasting = _lasting(doing.call.since_s, doing.call.since_is_least)

@@ -22,7 +22,7 @@ _STACKS_S = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class RankSeen:
-    """What was seen of a rank and of the processes below it.
+    """What was seen of a rank and of its descendants.
 
     Attributes:
         native: Threads with native frames; empty if these were not read.
@@ -35,7 +35,7 @@ class RankSeen:
 
     @property
     def needs_native(self) -> bool:
-        """Whether native frames are needed to explain what it does, because native code sleeps with the GIL."""
+        """Whether native frames are needed to explain what the rank does, because native code sleeps with the GIL."""
         return bool(self.look.stacks.threads) and self.doing.how in ("gil", "starved")
 
     @property
@@ -49,9 +49,9 @@ class Elsewhere:
     """Evidence from the other hosts of a job.
 
     Attributes:
-        seen: Their ranks.
+        seen: Ranks of the other hosts.
         hosts: Names of the hosts that have answered, with or without ranks.
-        is_complete: Whether all of them have answered.
+        is_complete: Whether all other hosts have answered.
     """
 
     seen: tuple[RankSeen, ...] = ()
@@ -65,12 +65,12 @@ class Evidence:
 
     Attributes:
         job: The job; ranks that `seen` lacks are on hosts that have not answered.
-        seen: The ranks of this host, and of the others that have answered; lowest first.
-        hosts: The other hosts: those that have answered if the job runs, else those that are known.
+        seen: The ranks of this host and of the other hosts that have answered, lowest first.
+        hosts: Names of the other hosts: if the job runs, those that have answered, else those that are known.
         has_all_hosts: Whether every other host of a running job has answered.
         asked: Answer of ``phalanx why`` that a waiting rank got before the job ended; empty if there is none.
-        ended_by: Event that ended ``phalanx run``, such as ``phalanx run got SIGTERM``; empty if it was a rank.
-        losses: Losses of ranks and hosts after which the job was to continue, as far as its run has recorded them.
+        ended_by: Event that ended ``phalanx run``, such as ``phalanx run got SIGTERM``; empty if a rank ended it.
+        losses: Losses of ranks and hosts after which the job was to continue, if its run has recorded them.
     """
 
     job: Job
@@ -88,7 +88,7 @@ class Evidence:
 
     @property
     def has_record(self) -> bool:
-        """Whether anything is known about any rank; always so while the job runs."""
+        """Whether anything is known about any rank; always True while the job runs."""
         return not self.job.has_ended or any(doing.how != "unrecorded" for doing in self.doings)
 
 
@@ -128,7 +128,7 @@ def with_native(evidence: Evidence, ranks: Sequence[int], timeout_s: float) -> E
 
 
 def look_at(job: Job, timeout_s: float = _STACKS_S, *, native: bool = False) -> tuple[RankSeen, ...]:
-    """Return what the ranks of a job are doing, and the processes below them.
+    """Return what the ranks of a job and their descendants are doing.
 
     Args:
         native: Whether to read native frames, too.
@@ -179,7 +179,7 @@ def _box(pid: int) -> tuple[Box | None, str]:
         return None, f"its black box can't be read: {error}"
     except PermissionError:
         return None, "its black box can't be read: permission denied"
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return None, ""
 
 

@@ -1,10 +1,10 @@
-"""Finds, from the evidence, the ranks that the others wait for.
+"""Concludes from the evidence which ranks the others wait for.
 
 The result is a `Finding`, which `wording` turns into a sentence. If boxes number the collectives (on phalanx, on Gloo
-from torch 2.14 on, and on NCCL by its Flight Recorder), the numbers tell which ranks are late: those whose last
-collective of the group has a lower number. Otherwise, only stacks can be compared. If all ranks wait, in calls that do
-not match, the smaller set of ranks is named. For a run that has ended, the same findings are drawn from saved boxes and
-error files (`past`).
+from torch 2.14 on, and on NCCL by its Flight Recorder), the numbers show which ranks are late: those whose last
+collective in the group has a lower number. Otherwise, only stacks can be compared. If all ranks wait, in calls that do
+not match, the smaller set of ranks counts as the culprits. For a run that has ended, the same findings are drawn from
+saved boxes and error files (`past`).
 """
 
 from __future__ import annotations
@@ -17,30 +17,29 @@ from phalanx.diagnose.why.evidence import Evidence
 
 WORLD = "default"
 """Name of the group of all ranks."""
-_FAILED = ("raised", "killed", "exited")  # ways in which a rank fails by itself
+_FAILED = ("raised", "killed", "exited")  # ways in which a rank fails on its own, not as a victim
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Why a job does not go on.
+    """Why a job does not continue.
 
     Attributes:
-        kind: ``absent``: the culprits have not made the call in which others wait. ``halted``: they have, and can't
-            continue. ``fell``: they failed, and ended the job. ``done``: all ranks finished.
-            ``circle``: ranks wait for messages of each other.
-            ``differ``: ranks wait in different calls. ``together``: all wait in one call, and none is missing here.
-            ``elsewhere``: the missing ranks are on other hosts. ``apart``: no rank waits for another.
-            ``starting``: no rank runs here yet.
+        kind: ``absent``: the culprits have not made the call in which others wait. ``halted``: the culprits have made
+            that call, and can't continue. ``fell``: the culprits failed, and ended the job. ``done``: all ranks
+            finished. ``circle``: ranks wait for messages of each other. ``differ``: ranks wait in different calls.
+            ``together``: all wait in one call, and none is missing here. ``elsewhere``: the missing ranks are on other
+            hosts. ``apart``: no rank waits for another. ``starting``: no rank runs here yet.
         culprits: Ranks that the others wait for, lowest first.
-        call: Operation in which most of the others wait; None if none does.
+        call: Operation in which most of the other ranks wait; None if none waits.
         waiters: Ranks that wait for the culprits.
         missing: Ranks that are not on this host, if the finding is ``elsewhere``.
-        alone_s: Seconds since a rank here was started, if the missing ranks have not called ``init_process_group``
-            and nothing suggests another host; otherwise None.
-        hosts: Names of the other hosts. If the job has ended: those that are known. If it runs: all of them, if all
-            have answered and none has a missing rank.
+        alone_s: Seconds since the first rank here was started, if the missing ranks have not called
+            ``init_process_group`` and nothing suggests another host; otherwise None.
+        hosts: Names of the other hosts. For a job that has ended, these are the hosts that are known. For a running
+            job, they are all other hosts if all have answered and none has a missing rank; otherwise, there are none.
         since_s: Duration of the longest wait in seconds; None if that is unknown.
-        since_is_least: Whether it may have lasted longer.
+        since_is_least: Whether that wait may have lasted longer.
         is_over: Whether the job has ended, so that the finding describes its end.
     """
 
@@ -57,7 +56,7 @@ class Finding:
 
 
 def conclude(evidence: Evidence) -> Finding:
-    """Return why the job does not go on, or why it ended."""
+    """Return why the job does not continue, or why it ended."""
     job, doings = evidence.job, evidence.doings
     if job.has_ended:
         found = dataclasses.replace(find(doings, job.world_size), is_over=True, hosts=evidence.hosts)
@@ -75,7 +74,7 @@ def conclude(evidence: Evidence) -> Finding:
 
 
 def _by_cause(found: Finding, doings: Sequence[Activity]) -> Finding:
-    """Return the finding about a job that has ended, with the ranks that failed by themselves as the culprits."""
+    """Return the finding about a job that has ended, with the ranks that failed on their own as the culprits."""
     if doings and all(doing.how == "returned" for doing in doings):
         return Finding("done", tuple(doing.rank for doing in doings), is_over=True)
     how = {(doing.how, doing.detail) for doing in doings}
@@ -151,7 +150,7 @@ def _awaited(doing: Activity, activities: Sequence[Activity]) -> set[int]:
 
 
 def _circle(awaited: Mapping[int, set[int]], by_rank: Mapping[int, Activity]) -> tuple[int, ...]:
-    """Return ranks that each wait for a message of the next, and the last for the first; empty if there are none."""
+    """Return ranks in a circle, each of which waits for a message of the next; empty if there are none."""
     for first in awaited:
         path = [first]
         while (call := by_rank[path[-1]].call) is not None and call.is_message and len(awaited[path[-1]]) == 1:
@@ -165,8 +164,8 @@ def _circle(awaited: Mapping[int, set[int]], by_rank: Mapping[int, Activity]) ->
 def _is_late(one: Activity, call: Call) -> bool:
     """Whether a rank has not begun a numbered collective of its group.
 
-    If its box tells which collectives it has begun, ranks outside the group are not late. Otherwise membership is
-    unknown, and a rank is late if it is not seen waiting in the same call.
+    If the rank's box shows which collectives the rank has begun, a rank outside the group is not late. Otherwise
+    membership is unknown, and a rank is late if it is not seen waiting in the same call.
     """
     if one.progress:
         is_member = call.group == WORLD or call.group in one.progress
@@ -175,12 +174,12 @@ def _is_late(one: Activity, call: Call) -> bool:
 
 
 def _is_at_odds(call: Call, other: Call) -> bool:
-    """Whether two calls should be the same one, by number or line, and are different operations."""
+    """Whether two calls should be the same by their number or line, but are different operations."""
     return call.is_same(other) and call.op != other.op
 
 
 def _differing(waiting: Sequence[Activity], call: Call) -> Finding:
-    """Return the finding if all ranks wait, but in different calls: those not in `call` are named."""
+    """Return the finding if all ranks wait, but in different calls: the culprits are the ranks not in `call`."""
     alike = tuple(
         doing.rank
         for doing in waiting
@@ -191,7 +190,7 @@ def _differing(waiting: Sequence[Activity], call: Call) -> Finding:
 
 
 def _most_common(calls: Sequence[Call]) -> Call:
-    """Return the call in which most ranks wait; of several, the one with the longest wait."""
+    """Return the call in which most ranks wait; among equals, the one with the longest wait."""
 
     def rank(call: Call) -> tuple[int, float]:
         return sum(call.is_same(other) for other in calls), call.since_s or 0.0

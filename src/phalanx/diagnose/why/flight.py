@@ -1,10 +1,10 @@
 """Reads torch's Flight Recorder for ranks on NCCL, whose collectives phalanx does not record.
 
 If the job was told to open a pipe (``TORCH_NCCL_DEBUG_INFO_PIPE_FILE``), a thread of NCCL's process group writes the
-record to a file whenever something comes through the pipe, even if the rank hangs. It checks the pipe once a second, so
-the answer takes up to 1.3 s; stacks are read meanwhile. The file is a pickle of plain values, and is unpickled without
-classes. Its entries are turned into a box, with numbers, groups and lines, so that other modules need not know where it
-came from. Operations in flight are assumed to end in their order, as they do in one stream.
+record to a file whenever it reads something from the pipe, even if the rank hangs. The thread checks the pipe once a
+second, so the answer takes up to 1.3 s; stacks are read meanwhile. The file is a pickle of plain values, and is
+unpickled without classes. Its entries are turned into a box, with numbers, groups and lines, so that other modules need
+not know the source. Operations in flight are assumed to end in the order in which they began, as they do in one stream.
 
 Tested with torch's own entries of Gloo and an imitated pipe, not with NCCL itself.
 """
@@ -78,7 +78,7 @@ def ask(rank: int, process: Process) -> Question | None:
     written_ns = {path: _written_ns(path) for path in (Path(f"{stem}{rank}") for stem in stems)}
     try:
         fd = os.open(f"{environ[_PIPE]}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # it does not exist, or nobody reads it
+    except OSError:  # the pipe does not exist, or nobody reads it
         return None
     try:
         if not stat.S_ISFIFO(os.fstat(fd).st_mode):

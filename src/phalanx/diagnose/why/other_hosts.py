@@ -2,9 +2,9 @@
 
 The launchers of a job pass the question on to each other. Each runs this module, which looks at the ranks of its host
 and prints them as one `HostEvidence`. A host that has answered need not have reported all its ranks: while a job
-starts, a host may answer before it has forked them. The agent that passes a question on tells at the end how many hosts
-did not answer. Another host's JSON may hold anything, so it is read as the dataclass that was sent (`read_value`), with
-bounded sizes and 64-bit numbers, or left out as a whole.
+starts, a host may answer before it has forked its ranks. The agent that passes a question on reports at the end how
+many hosts did not answer. Another host's JSON may hold anything, so it is accepted only if it fits the dataclass that
+should have been sent (`read_value`), with bounded sizes and 64-bit numbers; otherwise it is left out as a whole.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class OtherHosts:
                     asked.close()
 
     def answers(self) -> Elsewhere:
-        """Return the evidence that other hosts send in time; what can't be understood is left out."""
+        """Return the evidence that other hosts send in time; evidence that can't be understood is left out."""
         if self._asked is None:
             return Elsewhere()
         received = b""

@@ -39,10 +39,11 @@ _OF_ALL = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"
 
 
 def evidence_of(run: Run) -> Evidence:
-    """Return the evidence about the last attempt of a run that left a record.
+    """Return the evidence about a run: about the last of its attempts that left a record.
 
-    On several hosts, each launcher has its own folder, and a killed one saves nothing. So if the newest run has left no
-    record, the evidence is that of a run beside it that ran at the same time, if there is one.
+    On several hosts, each launcher has its own folder, and a killed launcher saves nothing. So if the newest run has
+    left no record, the evidence is from a run whose folder is beside this one and that ran at the same time, if there
+    is one.
 
     Raises:
         LookupError: The folder is not that of a run, or no rank was started.
@@ -75,7 +76,7 @@ def _evidence_in(folder: Path) -> Evidence:
     world_size = max((one.look.box.world_size for one in seen if one.look.box), default=len(seen))
     known = logs.name.rpartition("_")[2]
     note = f"its last attempt left no record, so this is attempt {known}" * (has_record and logs != attempts[-1])
-    is_unwritten = not has_record and bool(_numbered(folder, "blackbox/attempt_*"))  # made before boxes are written
+    is_unwritten = not has_record and bool(_numbered(folder, "blackbox/attempt_*"))  # the folder is made first
     lacks = "it could not be written, as on a full disk" * is_unwritten
     return Evidence(
         Job(folder.parent.name, "phalanx run", 0, world_size, (), str(folder)),
@@ -88,7 +89,7 @@ def _evidence_in(folder: Path) -> Evidence:
 
 
 def _other_hosts(boxes: Path, seen: Sequence[RankSeen]) -> tuple[str, ...]:
-    """Return the other hosts of an attempt; a second launcher on the host of a seen rank has that host's name."""
+    """Return the hosts that the launchers of an attempt recorded, without the hosts of the seen ranks."""
     own = {one.look.box.host for one in seen if one.look.box}
     return tuple(sorted(printable(host) for host in load_clocks(boxes) if host not in own))
 
@@ -103,7 +104,7 @@ def _ranks(logs: Path, boxes: Path) -> tuple[RankSeen, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """A saved box and the time of saving; or the reason why it can't be read."""
+    """A saved box and the time at which it was saved, or the reason why the box can't be read."""
 
     box: Box | None
     written_ns: int = 0
@@ -125,9 +126,9 @@ def _saved(folder: Path) -> dict[int, _Saved]:
 
 
 def _with_waits(seen: Sequence[RankSeen]) -> tuple[RankSeen, ...]:
-    """Return the ranks, adding the wait from which Ctrl-C or another's failure released them just before they ended.
+    """Return the ranks, adding to each the wait that Ctrl-C or another rank's failure cut short just before its end.
 
-    The box has an end for that operation, but it can't have succeeded if a rank that it needs was missing.
+    The box has an end for that operation, but the operation can't have succeeded if a rank that it needs was missing.
     """
 
     def waited(one: RankSeen) -> RankSeen:
@@ -141,7 +142,7 @@ def _with_waits(seen: Sequence[RankSeen]) -> tuple[RankSeen, ...]:
 
 
 def _rank(rank: int, logs: Path, saved: _Saved | None, end: Ending | None) -> RankSeen:
-    """Return what a rank was doing when it ended; without an `end`, nobody saw how."""
+    """Return what a rank was doing when it ended; without an `end`, nobody saw how it ended."""
     box, problem = (saved.box, saved.problem) if saved else (None, "")
     seen_ns = 0
     if saved and box:
@@ -189,7 +190,7 @@ def _words(logs: Path, box: Box | None) -> tuple[LastWords, str]:
 
 
 def _has_waited(words: LastWords) -> bool:
-    """Whether a rank ended because others were missing or had failed."""
+    """Whether a rank ended because other ranks were missing or had failed."""
     is_timeout = words.failure is not None and words.failure.kind == "rank_missing"
     return is_timeout or is_victim(words)
 
@@ -204,9 +205,9 @@ def _last_wait(box: Box | None) -> Call | None:
 
 
 def _interrupted_in(words: LastWords, box: Box | None) -> Call | None:
-    """Return the operation of torch.distributed that Ctrl-C interrupted, by its traceback; None if there is none.
+    """Return the operation of torch.distributed that Ctrl-C interrupted, according to the traceback, if any.
 
-    The record can't tell, because the interrupt ended the operation.
+    The box does not show it as unfinished, because the interrupt ended the operation.
     """
     op = ""
     for path, function in (found.groups() for line in words.lines if (found := _FRAME.match(line))):
@@ -237,13 +238,13 @@ def _frame(site: str) -> Frame | None:
 
 
 def _asked(seen: Sequence[RankSeen]) -> str:
-    """Return the last answer that a waiting rank got from ``phalanx why``; empty if none asked."""
+    """Return the last answer that a waiting rank got from ``phalanx why``; empty if no rank asked."""
     notes = [event for one in seen if one.look.box for event in one.look.box.events if event.kind == "note"]
     answers = [note for note in notes if note.text.startswith(ANSWER)]
     return max(answers, key=lambda note: note.begun_ns).text.removeprefix(ANSWER) if answers else ""
 
 
 def _numbered(folder: Path, pattern: str) -> list[Path]:
-    """Return the paths whose names end in a number, in that order; others are ignored."""
+    """Return the paths whose names end in a number, in the order of these numbers; other paths are ignored."""
     found = [path for path in folder.glob(pattern) if path.name.rpartition("_")[2].isdecimal()]
     return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]))

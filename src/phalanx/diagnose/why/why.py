@@ -1,8 +1,8 @@
 """``phalanx why``: says in one sentence why a job does not continue, and shows the evidence.
 
-It works in three stages: evidence (`evidence`, `past`), a finding (`findings`), a sentence (`wording`). The exit code
-is 2 if there is no such job or run, and 0 otherwise: that a job is starting is an answer, too. With ``--brief``, it is
-1 if the answer says no more than a waiting rank knows.
+The command works in three stages: evidence (`evidence`, `past`), a finding (`findings`), a sentence (`wording`). The
+exit code is 2 if there is no such job or run, and 0 otherwise: that a job is starting is an answer, too. With
+``--brief``, the code is 1 if the answer says no more than a waiting rank already knows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(args: Sequence[str]) -> int:
         "phalanx why",
         RIGHT_CALL,
         "Say in one sentence why a job does not go on, or why it ended: which rank, at which line, since when. Then "
-        "show what proves it: ranks by equal stacks, whoever is different first. Any job of this user on this host can "
+        "show what proves it: ranks grouped by equal stacks, outliers first. Any job of this user on this host can "
         "be asked about, whoever started it and on any backend. Exit code: 2 if there is no such job or run.",
     )
     parser.add_argument(
@@ -157,7 +157,7 @@ def lines_of(evidence: Evidence, finding: Finding, is_by_name: bool = False) -> 
 
 
 def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
-    """Yield what ranks with equal stacks do, then the stacks and the child processes of the first of them."""
+    """Yield what ranks with equal stacks do, then the stacks and the child processes of the first of these ranks."""
     first = group[0]
     pids = [one.doing.pid for one in group if one.doing.pid and not one.doing.host]
     named = ranks([one.doing.rank for one in group]) + f" ({plural(len(pids), 'pid')} {listed(pids, 6)})" * bool(pids)
@@ -202,7 +202,7 @@ def _helpers(one: RankSeen) -> Iterator[str]:
 
 
 def cropped(lines: Sequence[str]) -> Sequence[str]:
-    """Return only as many lines as fit the terminal, so that the answer stays on the screen; elsewhere, all of them."""
+    """Return the lines that fit the terminal, so that the answer stays on the screen; without a terminal, all lines."""
     rows = max(shutil.get_terminal_size().lines - 2, 2)
     if not is_terminal(sys.stdout) or len(lines) <= rows:
         return lines

@@ -57,7 +57,7 @@ def _absent(finding: Finding, culprits: list[Activity], activities: list[Activit
 
 
 def _missing(finding: Finding, call: Call, activities: Sequence[Activity]) -> str:
-    """Return what the culprits have not done that others wait for, such as ``called all_reduce #7``."""
+    """Return what others wait for and the culprits have not done, such as ``called all_reduce #7``."""
     if call.is_message:
         return _missing_message(finding, call, activities)
     if call.op == AT_BREAKPOINT:
@@ -155,7 +155,7 @@ def _together(finding: Finding, culprits: list[Activity], activities: list[Activ
         return f"{found}: they are exchanging data, or the network between hosts is slow"
     if _may_run(finding):
         return f"{found}: data is under way"
-    return f"{found}: one has made a call more or fewer before, or data is still under way; {_SAME_CALLS}"
+    return f"{found}: a rank made an extra call or skipped one earlier, or data is still in flight; {_SAME_CALLS}"
 
 
 def _elsewhere(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
@@ -211,7 +211,7 @@ _SENTENCES = {
 def words_of_loss(loss: Loss) -> str:
     """Return a sentence on which rank or host a job has lost, when, and how it continued."""
     at = time.strftime("%H:%M:%S UTC", time.gmtime(loss.at_s))
-    return f"Lost before, at {at}: {who_of(loss)}, {sign_of(loss)}; {words_of(loss, 'went on')}"
+    return f"Lost earlier, at {at}: {who_of(loss)}, {sign_of(loss)}; {words_of(loss, 'resumed')}"
 
 
 def caution(finding: Finding) -> str:

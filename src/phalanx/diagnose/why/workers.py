@@ -1,7 +1,7 @@
 """The workers of a data loader: which part of their stacks is their own, and whether they have work.
 
-Below its loop, the stack of a forked worker has the frames that the rank had when it began the epoch. These are cut
-off; otherwise every worker would seem to be in the user's code.
+Below its loop, the stack of a forked worker has the frames that the rank had when it began the epoch. These frames are
+cut off; otherwise every worker would seem to be in the user's code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def is_worker(stacks: Stacks) -> bool:
 
 
 def own_part(stacks: Stacks) -> Stacks:
-    """Return a worker's stacks without what lies below its loop: frames of the rank that was forked there."""
+    """Return a worker's stacks without the frames below its loop, which are those of the rank that was forked there."""
 
     def cut(thread: Thread) -> Thread:
         loop = _loop_of(thread)
@@ -29,7 +29,7 @@ def own_part(stacks: Stacks) -> Stacks:
 
 
 def is_idle(thread: Thread) -> bool:
-    """Whether a worker's main thread waits to be told which batch to prepare."""
+    """Whether a worker's main thread waits for the next batch to prepare."""
     loop = _loop_of(thread)
     if not loop:
         return False

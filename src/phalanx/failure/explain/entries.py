@@ -1,4 +1,4 @@
-"""Reads the entries. Each is a section of a topic's file; the heading is its name.
+"""Reads the entries of ``phalanx explain``: sections of the topics' files, each named by its heading.
 
 The first paragraph of a section says in one line what happened. Its ``text`` blocks hold the messages as they are
 printed, separated by blank lines; ``<words>`` in angle brackets stand for parts that vary, and a line that begins with
@@ -49,7 +49,7 @@ class Entry:
 
     @property
     def messages(self) -> list[str]:
-        """The messages as they are printed, without the line breaks that only make them fit here."""
+        """The messages as they are printed, without the line breaks that only the width of the file requires."""
         blocks = "\n\n".join(_MESSAGES.findall(self.text))
         messages = re.split(r"\n\s*\n", blocks.strip())
         return [_BREAK.sub(" ", message) for message in messages]

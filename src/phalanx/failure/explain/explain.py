@@ -66,7 +66,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def _find(text: str) -> tuple[str, list[str]]:
-    """Return the entry that is meant, and others that may be.
+    """Return the entry that is meant, and others that may be meant.
 
     Raises:
         UsageError: No entry fits.

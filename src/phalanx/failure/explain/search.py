@@ -16,7 +16,7 @@ from phalanx.failure.explain.entries import entries
 _PLACE = re.compile(r"<[^<>\n]+>")
 _WORD = re.compile(r"[^\W\d_](?:[^\W\d]|['./-](?=\w))+")
 _LEAST_SHARE = 0.55
-"""Least share of a message's weight in the pasted text, or of the text's weight in the message, for a sure match."""
+"""A sure match has at least this share of the message's weight in the text, or of the text's in the message."""
 _NEAR_SHARE = 0.2
 _GENERAL = frozenset({"rank-exited", "rank-failed", "rank-error", "error"})
 """Entries that say only that something has gone wrong; an entry that says what went wrong takes precedence."""
@@ -29,7 +29,7 @@ _ABOUT_ENDS = frozenset({
     "kill", "killed", "pid", "process", "program", "python", "received", "returned", "script", "signal", "status",
     "task", "terminated", "the", "was", "with",
 })  # fmt: skip
-"""Words that may stand around a number or a name if it is an exit code or a signal."""
+"""Words that may surround the number or the name in a text that is only an exit code or a signal."""
 
 
 def find(text: str) -> tuple[str, list[str]]:
@@ -59,7 +59,7 @@ def find(text: str) -> tuple[str, list[str]]:
 
 
 def of_exit(text: str) -> str:
-    """Return the entry of the exit code or the signal that a text consists of; empty if it says anything else."""
+    """Return the entry for a text that is only an exit code or a signal; empty if the text says anything else."""
     text = text.strip().lower()
     words = {word for word in re.findall(r"[a-z]+", text) if not _SIGNAL.fullmatch(word)}
     code = 0

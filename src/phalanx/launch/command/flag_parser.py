@@ -1,7 +1,7 @@
 """Turns the command line, the environment and the scheduler's values into settings.
 
 The flags are declared in a table (`flags`), from which argparse is set up. argparse adds no defaults, so ``--dry-run``
-can tell where each value came from. The script and its arguments follow the flags. All commands share one parser,
+can show the origin of each value. The script and its arguments follow the flags. All commands share one parser,
 `_command_line`, which adds 1.6 ms to a start.
 """
 
@@ -31,18 +31,19 @@ def read_flags(
 ) -> tuple[dict[str, Setting], list[str]]:
     """Return every flag's setting, and the script with its arguments.
 
-    A value on the command line takes precedence, then PHALANX_*, PET_*, the scheduler's value, and the default.
+    The order of precedence is: the command line, PHALANX_*, PET_*, the scheduler's value, the default.
 
     Args:
         argv: Words after ``phalanx run``.
         environ: Environment variables.
         scheduled: Values from the scheduler, by flag.
         scheduler: Name of the scheduler, for messages.
-        parser: Parser of another command that takes these flags, see `add_flags`; default: that of ``phalanx run``.
+        parser: Parser of another command that accepts these flags, see `add_flags`; default: the parser of ``phalanx
+            run``.
         also: Further flags of that command; they have no environment variables.
 
     Raises:
-        UsageError: A flag is unknown, lacks its value or has a wrong one.
+        UsageError: A flag is unknown, lacks its value or has a wrong value.
         SystemExit: The user asked for the help, which has been printed.
     """
     given, target = _parse(parser or run_parser(), argv)
@@ -109,7 +110,7 @@ def _parse(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, tuple[str, st
     try:
         namespace, unknown = parser.parse_known_args(argv)
     except UsageError as error:
-        # argparse takes -hosts for -h, and complains about the rest.
+        # argparse parses -hosts as -h, and rejects the rest.
         if not found or f"{found[:2]} takes no value" not in str(error):
             raise
         unknown = [found]
@@ -163,7 +164,7 @@ def hint_for_flags(refusal: str, command: Sequence[str]) -> str:
     """If a script has rejected one of our flags, return a hint to put the flag before the script; otherwise "".
 
     Args:
-        refusal: Last words of the script.
+        refusal: Last output of the script.
         command: Command of a rank: the interpreter, and its script or module with all arguments.
     """
     refused = _REFUSED.search(refusal)
@@ -199,10 +200,10 @@ def without_flags(
 
 
 def add_flags(parser: Parser, shown: Mapping[str, Sequence[Flag]]) -> None:
-    """Let a command take flags, followed by a script with arguments.
+    """Let a command accept flags, followed by a script with arguments.
 
     Args:
-        shown: Flags that the help lists, by title; all others of ``phalanx run`` are accepted, but not listed.
+        shown: Flags that the help lists, by title; all other flags of ``phalanx run`` are accepted, but not listed.
     """
     listed = {flag.name for flags in shown.values() for flag in flags}
     others = [flag for flag in FLAGS.values() if flag.name not in listed]

@@ -41,7 +41,7 @@ def switch(text: str) -> bool:
 
 
 def gloo(text: str) -> bool:
-    return text == "1" or replaces_gloo(text)  # 1 comes from the switch itself, other values from PHALANX_REPLACE
+    return text == "1" or replaces_gloo(text)  # the switch itself gives 1; PHALANX_REPLACE may give other values
 
 
 def verification(text: str) -> str:
@@ -120,7 +120,7 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 def rendezvous_settings(text: str) -> dict[str, str]:
-    """Return the settings of the rendezvous. Known ones are checked; others are accepted as they are."""
+    """Return the settings of the rendezvous. Known settings are checked; unknown ones are accepted as they are."""
     pairs = _pairs(text)
     for name in _SECONDS & pairs.keys():
         try:
@@ -135,7 +135,7 @@ def rendezvous_settings(text: str) -> dict[str, str]:
 
 
 def streams(text: str) -> int | dict[int, int]:
-    """Return the streams (1 is stdout, 2 is stderr, 3 is both) of all local ranks, or a dict of them by local rank."""
+    """Return the streams (1 is stdout, 2 stderr, 3 both) of all local ranks, or a dict from local rank to streams."""
     try:
         pairs = [tuple(map(int, part.split(":"))) for part in text.split(",")]
     except ValueError:

@@ -1,12 +1,12 @@
-"""Launchers of one user on one machine find each other in a folder, and the last to start warns if cores are short.
+"""Launchers of one user on one machine find each other in a folder, and the last to start warns of too few cores.
 
 The warning only says what to set: each launcher still takes all cores that it may use. Launchers do not divide the
 cores among themselves, for three reasons: the numbers of ranks and threads decide the result, to the bit; a running job
 can't change these numbers; and nobody knows which job ends first. On two cores, a step of a small model with two
-threads took 0.29 ms in a job that ran alone. In two jobs at once, it took 7 and 14 ms, 0.98 ms in both with
-OMP_NUM_THREADS=1, and 1.7 ms with threads that sleep while they wait. If only the second job was limited to one thread,
-only the second job was fast. With two ranks in each job, a step took 1.7 ms in two jobs at once, and 0.58 ms in one job
-alone.
+threads took 0.29 ms in a job that ran alone. In two jobs at once, it took 7 and 14 ms. With OMP_NUM_THREADS=1, it took
+0.98 ms in both jobs; with threads that sleep while they wait, it took 1.7 ms. If only the second job was limited to one
+thread, only the second job was fast. With two ranks in each job, a step took 1.7 ms in two jobs at once, and 0.58 ms in
+one job alone.
 
 Each launcher keeps a file in its user's folder, and holds a record lock on it. The lock ends with the process, and no
 child inherits it.
@@ -37,7 +37,7 @@ class Claim:
 
     Attributes:
         launcher: Name of the launcher for users, such as ``phalanx run``.
-        cpus: CPUs that it may use.
+        cpus: CPUs that the launcher may use.
         num_ranks: Number of its ranks on this machine.
         num_threads: Number of threads of all ranks.
         job: Identity that all nodes of the launcher's job share; empty if the job has only this node.
@@ -66,7 +66,8 @@ class Presence:
     Two kinds of launchers take no part: launchers that a rank has started, since they use the rank's cores, and trials
     of ``phalanx tune``, since they run one at a time. If the folder can't be made, `others` is empty.
 
-    Source: POSIX record locks. They end with their process, whatever ends it, and are not inherited by fork.
+    Source: POSIX record locks. These locks end with their process, whatever ends the process, and are not inherited by
+    fork.
     """
 
     def __init__(self, claim: Claim) -> None:
@@ -77,7 +78,7 @@ class Presence:
             return
         with contextlib.suppress(OSError):
             folder = make_folder()
-            self._announce(folder, claim)  # before looking: if two start at once, at least one sees the other
+            self._announce(folder, claim)  # before looking: if two launchers start at once, at least one sees the other
             self.others = _claims_in(folder)
 
     def _announce(self, folder: str, claim: Claim) -> None:
@@ -87,7 +88,7 @@ class Presence:
         try:
             os.write(self._fd, json.dumps(dataclasses.asdict(claim)).encode())
             fcntl.lockf(self._fd, fcntl.LOCK_EX)
-            os.rename(hidden, path)  # only after locking: others remove an unlocked file
+            os.rename(hidden, path)  # only after locking: other launchers remove unlocked files
         except OSError:
             os.unlink(hidden)
             raise
@@ -109,7 +110,7 @@ class Presence:
 
 
 def _claims_in(folder: str) -> dict[int, Claim]:
-    """Return the claims of other living processes, by pid, and remove those of processes that were killed."""
+    """Return the claims of other living launchers, by pid; remove the claims of launchers that were killed."""
     claims = {}
     for name in os.listdir(folder):
         pid = name.removeprefix(_KIND).partition("-")[0]
@@ -131,8 +132,8 @@ def _claims_in(folder: str) -> dict[int, Claim]:
 def crowding(own: Claim, others: Mapping[int, Claim]) -> list[str]:
     """If our cores are too few for all jobs that use them, return lines that name the other jobs and say what to set.
 
-    Several nodes of one job on one machine imitate a cluster. They may have more ranks than there are cores, as long as
-    each rank has only one thread.
+    Several nodes of one job on one machine imitate a cluster. These nodes may have more ranks than there are cores, as
+    long as each rank has only one thread.
     """
     sharing = {pid: other for pid, other in others.items() if set(other.cpus) & set(own.cpus)}
     everyone = [own, *sharing.values()]

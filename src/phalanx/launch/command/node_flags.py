@@ -12,13 +12,13 @@ from phalanx.host.schedulers import Placement
 from phalanx.launch.command.flags import ELASTIC_CALL, STATIC_CALL, Setting
 
 STATIC_PORT = 29500
-"""Default port of the static rendezvous. It and `_C10D_PORT` are the defaults of torchrun."""
+"""Default port of the static rendezvous. This port and `_C10D_PORT` are torchrun's defaults."""
 _C10D_PORT = 29400
 _MOST_MEETING_PLACES = 4  # hosts of a scheduler that become meeting places; each new node connects to all of them
 
 
 def scheduled_flags(place: Placement | None) -> dict[str, str]:
-    """Return the scheduler's settings as text for the flags that they set."""
+    """Return the values that the scheduler gives to flags, as text, by flag."""
     if place is None or place.num_nodes == 1:
         return {}
     found = {"nnodes": str(place.num_nodes), "node-rank": str(place.node_rank)}
@@ -32,8 +32,9 @@ def scheduled_flags(place: Placement | None) -> dict[str, str]:
 def with_spares(settings: dict[str, Setting], place: Placement | None) -> dict[str, Setting]:
     """Return the settings, adjusted for --spares.
 
-    A scheduler counts the spares among the nodes that it has started, so they are subtracted. A node that takes
-    another's place can't have a fixed number, so the rendezvous backend becomes c10d unless the user has named one.
+    A scheduler counts the spares among the nodes that it has started, so they are subtracted. A node that takes the
+    place of another node can't have a fixed number, so the rendezvous backend becomes c10d unless the user has named
+    one.
     """
     spares, nnodes, changed = settings["spares"], settings["nnodes"], {}
     if not spares.value or settings["standalone"].value:

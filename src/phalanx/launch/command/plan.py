@@ -64,7 +64,7 @@ class Plan:
     shared: Mapping[str, str]
 
     def describe(self) -> str:
-        """Return a table of name, value and origin, then what each rank would run and on which CPUs."""
+        """Return a table of name, value and origin; its last rows are the threads and CPUs of each rank."""
         job = self.job
         least, most = job.min_local_ranks, job.num_local_ranks
         num_ranks = most if least == most else f"{least}:{most}"
@@ -89,7 +89,7 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
     """Return the plan of ``phalanx run`` with these arguments.
 
     Args:
-        parser: Parser of another command that takes these flags too; default: that of ``phalanx run``.
+        parser: Parser of another command that accepts these flags, too; default: the parser of ``phalanx run``.
 
     Raises:
         UsageError: A flag is wrong, or flags contradict each other.
@@ -153,7 +153,7 @@ def _tuned(
 ) -> Tuned | None:
     """Return the settings that ``phalanx tune`` has found for this command.
 
-    Return None if there are none, if the user chose the number of ranks or nodes, or if the ranks use GPUs.
+    Return None if there are no such settings, if the user chose the number of ranks or nodes, or if the ranks use GPUs.
     """
     is_free = settings["nproc-per-node"].value == "auto" and settings["nnodes"].value == (1, 1)
     if not is_free or (torch_uses_gpus() and count_gpus(environ)):
@@ -175,7 +175,7 @@ def read_command(
     """Return every flag's setting, the script with its arguments, and this process's place under a scheduler.
 
     Args:
-        parser: Parser of another command that takes these flags too; default: that of ``phalanx run``.
+        parser: Parser of another command that accepts these flags, too; default: the parser of ``phalanx run``.
         also: Further flags of that command.
 
     Raises:
@@ -192,7 +192,7 @@ def read_command(
 
 
 def count_local_ranks(asked: Setting, machine: Machine, environ: Mapping[str, str]) -> tuple[int, int, str]:
-    """Return the smallest and the largest number of ranks on this node, and where the number comes from."""
+    """Return the smallest and the largest number of ranks on this node, and the origin of these numbers."""
     if not isinstance(asked.value, tuple):
         number, why = _count_ranks(asked.value, asked.origin, machine, environ)
         return number, number, why
@@ -219,7 +219,7 @@ def _count_ranks(asked: int | str, origin: str, machine: Machine, environ: Mappi
 def _check(
     settings: Mapping[str, Setting], place: Placement | None, num_ranks: int, environ: Mapping[str, str]
 ) -> None:
-    """Refuse flags that are valid by themselves but not together."""
+    """Reject flags that are valid on their own but not together."""
     nnodes = settings["nnodes"]
     if settings["module"].value and settings["no-python"].value:
         raise UsageError("-m and --no-python exclude each other")

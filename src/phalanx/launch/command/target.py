@@ -1,4 +1,4 @@
-"""The target of a job (a script, a module or a program), checked once here rather than failing in every rank."""
+"""The target of a job (a script, a module or a program), checked here once, so that it does not fail in every rank."""
 
 from __future__ import annotations
 

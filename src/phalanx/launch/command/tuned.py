@@ -1,4 +1,4 @@
-"""Settings that ``phalanx tune`` found for a script, in ``logs/<script>/tuned.json``; ``auto`` then means these."""
+"""Settings that ``phalanx tune`` found for a script, in ``logs/<script>/tuned.json``; ``auto`` then uses them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def remember(tuned: Tuned, file: str) -> None:
 
 
 def recall(log_dir: str, command: Sequence[str], machine: Machine) -> Tuned | None:
-    """Return the settings that were found for exactly this command on an equal machine; None if there are none."""
+    """Return the settings that were found for exactly this command on an equal machine; None if none were found."""
     with contextlib.suppress(OSError, ValueError, TypeError):  # the file may hold anything
         tuned = Tuned(**read_json(tuned_file(log_dir, command)))
         numbers = tuned.ranks, tuned.threads
@@ -59,5 +59,5 @@ def recall(log_dir: str, command: Sequence[str], machine: Machine) -> Tuned | No
 
 
 def tuned_file(log_dir: str, command: Sequence[str]) -> str:
-    """Return the file with the settings for a command."""
+    """Return the path of the file with the settings for a command."""
     return os.path.join(base_of(log_dir, command), "tuned.json")

@@ -1,8 +1,9 @@
 """The agent of a node: it agrees with the agents of other nodes, and orders its supervisor to start and stop ranks.
 
-The agent is a process of its own with one thread and without torch, so its heartbeats continue even while the
-supervisor is busy. It dies with the supervisor. Agents meet at ``--master-port``; ranks meet on a port that the node of
-rank 0 reserves for each attempt. Questions of ``phalanx why`` travel over the connections between agents (`questions`).
+The agent is a process of its own without torch, so its heartbeats continue even while the supervisor is busy. One
+thread does everything except name lookups and the polls of `notices`, which may block. The agent dies with the
+supervisor. Agents meet at ``--master-port``; ranks meet on a port that the node of rank 0 reserves for each attempt.
+Questions of ``phalanx why`` travel over the connections between agents (`questions`).
 
 TORCHELASTIC_RESTART_COUNT counts every attempt, as on one node. Failures and lost nodes count against
 ``--max-restarts``; new nodes do not. A node that joins waits for the next snapshot; otherwise the other nodes would
@@ -57,7 +58,7 @@ RUN_AGENT = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.laun
 
 
 class _Refused(Exception):
-    """A node of the job has refused this one."""
+    """A node of the job has refused this node."""
 
 
 class Agent:
@@ -70,7 +71,7 @@ class Agent:
     def __init__(self, channel: PacketSocket, job: messages.Settings) -> None:
         self._channel, self._job = channel, job
         config = job.rdzv_conf
-        self._turn: int | None = None  # index of this host in the list of meeting places; None: it may not lead
+        self._turn: int | None = None  # index of this host in the list of meeting places; None: never leads
         self._is_static = job.rdzv_backend == "static"
         self._join_s = float(config.get("timeout", NAME_S) if self._is_static else config.get("join_timeout", JOIN_S))
         self._meeting_places = [_place(text) for text in job.rdzv_endpoint.split(",")]
@@ -84,23 +85,23 @@ class Agent:
         self._joining_s = time.monotonic()
         self._times: dict[
             str, tuple[float, float]
-        ] = {}  # for each peer: when it sent its last heartbeat (its clock), and when that arrived (ours)
+        ] = {}  # for each peer: when it sent its last heartbeat (its clock), and when that heartbeat arrived (ours)
         self._clocks = Clocks()
         self._nodes: dict[str, Node] = {}  # linked nodes by id
         self._signs: dict[str, messages.LossSign] = {}  # how the loss of a node was noticed, by host
         self._num_ranks: dict[str, int] = {}  # ranks of each node in this node's latest attempt
         self._waits_for = ("", 0.0, False)
-        self._seen: dict[str, Node] = {}  # members of the job that were seen while this node was not one
+        self._seen: dict[str, Node] = {}  # members of the job, seen while this node was no member
         self._num_starts = job.num_starts
         self._is_running = self._is_leaving = False
-        self._is_next = True  # whether this node is the next to leave, as the supervisor was last told
+        self._is_next = True  # whether this node is the next to leave, as last reported to the supervisor
         name = json.dumps([job.run_id, job.rdzv_endpoint, job.rdzv_backend])
         self._name = hashlib.sha256(name.encode()).hexdigest()[:12]
         self._is_root = False
 
     @property
     def waited_s(self) -> float:
-        """Seconds for which this node has waited for others, or for a name to resolve."""
+        """Seconds for which this node has waited for other nodes, or for a name to resolve."""
         return time.monotonic() - self._joining_s
 
     # ------------------------------------------------------------ joining
@@ -123,7 +124,8 @@ class Agent:
         has_port = may_lead or not is_here or (self._turn is not None and not asked)
         may_lead = may_lead and not self._job.joins
         port = self._endpoint[1]
-        # If several nodes share a host, one gets the port. On every host, the others look for a restarted node there.
+        # The other nodes look for a restarted node at this port of its host, also if it is not the meeting place. If
+        # several nodes share a host, only one gets the port.
         try:
             listener = open_listener(port if has_port else 0)
             self._is_root = may_lead
@@ -162,7 +164,7 @@ class Agent:
         why = ""
 
         def look() -> dict[int, bool] | None:
-            """Return, for each name that resolves, whether it is this host's; None if none resolves."""
+            """Return, for each name that resolves, whether it names this host; None if no name resolves."""
             nonlocal why
             is_new, found = not why, {}
             for number, (host, _) in enumerate(self._meeting_places):
@@ -233,7 +235,7 @@ class Agent:
         self._leave(cause)
 
     def _begin_anew(self, why: str) -> None:
-        """Have the ranks stopped, and start over as an agent that joins the older side of this job."""
+        """Ask the supervisor to stop the ranks, then start over as an agent that joins the older side of this job."""
         self._send(messages.Join(why))
         deadline = time.monotonic() + LEAVE_S
         while time.monotonic() < deadline and (self._agreement.others_stay or self._is_running):
@@ -248,7 +250,7 @@ class Agent:
 
         Args:
             waits: Whether to wait until the other nodes know how the job has ended; False if they continue without this
-                one.
+                node.
         """
         deadline = time.monotonic() + LEAVE_S
         self._beat(is_forced=True)
@@ -260,7 +262,7 @@ class Agent:
         self._links.flush(LEAVE_S)
 
     def _take_turn(self) -> None:
-        """Lead the job from this meeting place if no agent answers at the earlier ones."""
+        """Lead the job from this meeting place if no agent answers at the earlier places."""
         job = self._job
         if self._agreement.view is not None or not self._turn or job.joins or "is_host" in job.rdzv_conf:
             return
@@ -336,7 +338,7 @@ class Agent:
     def _ask_supervisor(self) -> None:
         """Ping the supervisor once a second; exit if it has not answered for `ANSWERS_S`.
 
-        A silent supervisor has been stopped (SIGSTOP), and the other nodes are to continue without this one.
+        A silent supervisor is suspended (SIGSTOP), and the other nodes have to continue without this node.
         """
         now_s = time.monotonic()
         if now_s - self._asked_s >= _ASK_S:
@@ -363,7 +365,7 @@ class Agent:
         if "state" in message:
             beat, now_s = read_value(message, messages.Heartbeat), time.monotonic()
             if peer not in self._times:
-                self._told = None  # so that a heartbeat goes out now: the peer waits for one that echoes its own
+                self._told = None  # so that a heartbeat is sent now: the peer waits for an echo of its own
             if beat.echo and peer in self._nodes:
                 self._clocks.heard(self._nodes[peer].host, beat.echo, beat.came, beat.at, now_s)
             self._times[peer] = beat.at, now_s

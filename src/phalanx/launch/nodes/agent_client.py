@@ -31,7 +31,7 @@ _LOOK_S = 1.0  # time between two checks that the agent has pinged
 
 
 class AgentClient:
-    """The agent's process, and those of its orders that have not been carried out yet.
+    """The agent's process, and the agent's orders that have not been carried out yet.
 
     Attributes:
         may_restart: Whether a failure of the present attempt may be followed by another attempt.
@@ -46,7 +46,7 @@ class AgentClient:
         self._reserved: ReservedPort | None = None
         self._replicas: Replicas | None = None
         self._running = self._stopped = False
-        self._steps: dict[bytes, int] | None = None  # newest steps when the wait for newer ones began
+        self._steps: dict[bytes, int] | None = None  # newest steps when the wait for newer steps began
         self._heard_s = time.monotonic()  # time of the agent's last ping
         self._stopped_s = 0.0  # longest pause between two pings
         self._num_asked = 0  # pings since the agent began
@@ -92,7 +92,7 @@ class AgentClient:
             self._replicas.close()
 
     def replicate(self, told: dict[str, Any]) -> None:
-        """Have this node's snapshots copied to other nodes of a new attempt; `told` names those nodes."""
+        """From now on, copy this node's snapshots to other nodes of the new attempt; `told` names those nodes."""
         if self._replicas is not None:
             self._replicas.follow(told)
 
@@ -116,7 +116,7 @@ class AgentClient:
             self._ranks.wait(min(_LOOK_S, _LOOK_S if said else max(0.0, patience_ends_s - time.monotonic())))
             if self._num_asked != num_asked or not num_asked:
                 num_asked, num_silent = self._num_asked, 0
-            else:  # counts rounds, not seconds: this process may have been stopped together with the agent
+            else:  # counts rounds, not seconds: this process may have been suspended together with the agent
                 num_silent += time.monotonic() - began_s >= _LOOK_S
             if not self._pending and not said and time.monotonic() >= patience_ends_s:
                 said = True
@@ -133,10 +133,10 @@ class AgentClient:
 
     @property
     def _has_to_go(self) -> bool:
-        """Whether this node leaves, now that its ranks have ended.
+        """Whether this node, which was asked to leave, leaves now that its ranks have ended.
 
-        If they ended for another reason than its leaving, it stays for one more attempt, because other nodes may lack
-        the state that it holds.
+        If the ranks ended for some other reason (such as a failure), the node stays for one more attempt if there is
+        time, because other nodes may lack the state that it holds.
         """
         is_late = time.monotonic() > self._leaves_at_s
         return self._leaves_at_s > 0 and self._how != "succeeded" and (self._goes or not self._how or is_late)
@@ -150,7 +150,7 @@ class AgentClient:
     def report(self, number: int, culprit: Ending | None) -> None:
         """Tell the agent how this node's ranks of start `number` ended."""
         self._running = False
-        if culprit is not None and culprit.ended_for_restart:  # planned, no failure: the other nodes know, or soon will
+        if culprit is not None and culprit.ended_for_restart:  # planned, so no failure
             self._stopped, culprit = True, None
         self._how = "stopped" if self._stopped else "failed" if culprit else "succeeded"
         if self._ranks.signals.received == signal.SIGINT and not self._ranks.was_preempted:
@@ -167,7 +167,7 @@ class AgentClient:
     def await_end(self) -> None:
         """Wait until the agent says that the job has ended, at most for the grace period.
 
-        If this node exited before the others knew, they would count it as lost.
+        If this node exited before the other nodes knew of the end, they would count it as lost.
         """
         deadline = time.monotonic() + self._job.grace_s
         while time.monotonic() < deadline and self._channel.alive and self._ranks.shutdown.by != signal.SIGKILL:
@@ -179,13 +179,13 @@ class AgentClient:
         """Do what is due while ranks run. The supervisor calls this regularly.
 
         Kills the ranks if the agent has not pinged for `AGENT_S`. Asks for more ranks when it is time to grow. If a
-        newer snapshot is awaited, reports it once it is complete, or at once if the ranks take no snapshots.
+        newer snapshot is awaited, reports the snapshot once it is complete, or at once if the ranks take no snapshots.
 
         Returns:
             Whether to end the attempt on this node, because the node leaves the job.
         """
         if time.monotonic() - self._heard_s >= AGENT_S:
-            self._ranks.shutdown.kill()  # the agent was stopped, and the other nodes may be continuing without this one
+            self._ranks.shutdown.kill()  # the agent is suspended, and the other nodes may be continuing without us
         if num_ranks := self._size.is_to_be_asked_for(time.monotonic() - self._ranks.began_s):
             self._send(messages.AskFor(num_ranks))
         if self._steps is None:
@@ -204,7 +204,7 @@ class AgentClient:
         return False
 
     def _leave(self, why: str) -> None:
-        """Let this node leave the job after its next snapshot, from which the others continue."""
+        """Let this node leave the job after its next snapshot, from which the other nodes then continue."""
         if self._leaves_at_s:
             return
         self._ranks.signals.drain = None  # a second SIGTERM ends the job as usual
@@ -229,7 +229,7 @@ class AgentClient:
             self._obey(messages.read_packet(packet))
         if not self._channel.alive:
             self._ranks.events.unwatch(self._channel.fileno())
-            self._ranks.shutdown.kill()  # the other nodes count this one as dead, and continue without it
+            self._ranks.shutdown.kill()  # the other nodes count this node as dead, and continue
 
     def _obey(self, order: Any) -> None:
         match order:
@@ -258,7 +258,7 @@ class AgentClient:
             case messages.Signal("stop"):
                 self._stop()
             case messages.Join():
-                self._num_asked = 0  # the agent begins anew, and may take long to resolve a name before it pings
+                self._num_asked = 0  # the agent starts over, and may take long to resolve a name before it pings
                 self._pending.append(order)
                 self._stop()
             case _:

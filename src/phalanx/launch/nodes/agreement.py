@@ -1,4 +1,4 @@
-"""The agreement on which nodes train together: what one node knows about the others, and what it does next.
+"""The agreement on which nodes train together: what a node knows about the other nodes, and what it does next.
 
 Nothing in this module waits, reads a clock or owns a socket, so ``tests/launch/simulated_nodes.py`` simulates thousands
 of accidents in a second. `links` carries the messages between nodes, and `agent` carries out what this module decides.
@@ -11,35 +11,37 @@ view succeeds it.
 
 If the network is cut in two, the two sides never train at the same time, because
 
-- a leader needs votes, and two nodes never have enough at the same time: see `election`;
-- a view starts once all its nodes have accepted it and have sent it to every node that they can reach; until it is
-  known to have started, the groups of earlier views have to agree as well (joint consensus);
+- a leader needs votes, and two nodes never have enough votes at the same time: see `election`;
+- a view starts once all its nodes have accepted it and have sent it to every node that they can reach. Until a view is
+  known to have started, the last view that started may be an earlier one, so a leader also needs the votes of the nodes
+  of those earlier views (joint consensus);
 - a node may train only as long as the answers of all other nodes of the view are fresh.
 
 **Raft with three differences.** (1) There is no log: the newest view is the entire state. A view that a leader proposes
-starts only after all its members have accepted it. (2) If a port refuses connections, the kernel of that host thereby
-confirms that the node is dead. (The end of a connection confirms nothing: firewalls reset connections.) The first
-living node in the order of the view may then count the dead node's vote; otherwise two hosts could not survive the loss
-of one. (3) Half of the votes are enough if the view's leader is among the voters. Before a new view starts, every node
-that can be reached has to know it, even a node that is not in it. Otherwise, if the members of the new view died, such
-a node could count their votes in the old view.
+starts only after all its members have accepted it. (2) If a host refuses connections to a node's port, its kernel
+thereby confirms that the node is dead. (The end of a connection confirms nothing: firewalls reset connections.) The
+first living node in the order of the view may then count the dead node's vote; otherwise two hosts could not survive
+the loss of one. (3) Half of the votes are enough if the view's leader is among the voters. Before a new view starts,
+every node that can be reached has to know it, even a node that is not in it. Otherwise, if the members of the new view
+died, a node outside the new view could count their votes in the old view.
 
 **Two nodes.** If the leader of two nodes loses power, the other node can't continue, not even when the leader's host
 comes back with a new process. With its half of the votes, the leader may have continued alone, admitted a third node
-and died, and neither of the two nodes could know. A shared disk could prove that this did not happen, but the launcher
-knows of none. So both wait, and say that a person has to decide. A process that is restarted at the meeting place and
-reaches no other node can't know whether there are any, and begins a job of its own. `checkpoint.disk.claim` keeps the
-two jobs from writing into one folder; when they meet, the younger one gives way.
+and died; neither the other node nor the new process could know. A shared disk could prove that this did not happen, but
+the launcher does not know of any. So both wait, and say that a person has to decide. A process that is restarted at the
+meeting place and reaches no other node can't know whether other nodes exist, so it begins a job of its own.
+`checkpoint.disk.claim` keeps the two jobs from writing into one folder; when the jobs meet, the younger one gives way.
 
-**Verification.** A model checker explores every order of events in ``model/agreement.pml`` within its bounds
-(model/README.md). It found a bug, since fixed: answers counted as fresh from the moment at which the link was made. If
-the handshake took longer than 0.1 of the silence limit, a vote still counted after the voter had given it to another
-node. The simulation also runs once for each rule with that rule left out. Both sides must then train at the same time
-within a thousand seeds; otherwise the rule would be superfluous. Two rules have no such run (one vote in a term; no
-start without acceptance), because in the simulation the other rules imply them.
+**Verification.** ``model/agreement.pml`` mirrors this file, `election` and `attempt_watch`: change both together. A
+model checker explores every order of events in the model, within the model's bounds (model/README.md). It found a bug,
+since fixed: answers counted as fresh from the moment at which the link was made. If the handshake took longer than 0.1
+of the silence limit, a vote still counted after the voter had voted for another node. The simulation also runs once for
+each rule with that rule left out. Within a thousand seeds, both sides must then train at the same time; otherwise the
+rule would be superfluous. For two rules (one vote in a term; no start without acceptance) there is no run like that,
+because in the simulation the other rules imply them.
 
 **Why not torch's agent.** The first version was a subclass of `SimpleElasticAgent`. It could not survive the loss of
-the host of its store, and a loss cost 14 to 48 s, since torch's agents wait for nodes that may still come.
+the host of its store, and a loss cost 14 to 48 s, since torch's agents wait for nodes that may still arrive.
 
 Source: D. Ongaro, J. Ousterhout, "In Search of an Understandable Consensus Algorithm", USENIX ATC 2014.
 """
@@ -67,16 +69,16 @@ _MAX_PLACES = 1000
 
 
 class Acts(Protocol):
-    """Actions that an agreement has its agent carry out."""
+    """Actions that an agreement asks of its agent."""
 
     def hand(self, peer: str, view: View, is_started: bool) -> None:
         """Send a view to a peer."""
 
     def start(self, view: View, port: int) -> None:
-        """Have this node's ranks started for a view; they meet rank 0 on `port`."""
+        """Ask the supervisor to start this node's ranks for a view; the ranks meet rank 0 on `port`."""
 
     def signal(self, what: Literal["stop", "reserve", "watch"]) -> None:
-        """Have the ranks stopped, have a port reserved for rank 0, or ask to be told of the ranks' next snapshot."""
+        """Ask the supervisor to stop the ranks, to reserve a port for rank 0, or to report the ranks' next snapshot."""
 
 
 class Agreement:
@@ -91,8 +93,8 @@ class Agreement:
 
     Attributes:
         view: The newest view that this node knows.
-        result: End of the job; None: it has not ended.
-        out: Failure because of which this node leaves a job that continues without it; None: it stays.
+        result: End of the job; None: the job has not ended.
+        out: Failure because of which this node leaves a job that continues without it; None: the node stays.
     """
 
     def __init__(self, me: Node, rules: Rules, acts: Acts, *, is_root: bool, now_s: float) -> None:
@@ -104,7 +106,7 @@ class Agreement:
         self._now_s = self._born_s = self._job_born_s = now_s
         self._election = Election(me.id, rules.silence_s, is_root=is_root, now_s=now_s)
         self._peers = self._election.peers
-        self._strangers: dict[str, Peer] = {}  # linked nodes of another side of this job
+        self._strangers: dict[str, Peer] = {}  # linked nodes on another side of a split of this job
         self._has_started = False  # whether the view is known to have started
         self._running: Key = NO_VIEW
         self._enough_since_s: float | None = None
@@ -130,7 +132,7 @@ class Agreement:
         """Remove a peer: the link to a node is down.
 
         Args:
-            has_ended: Whether the node's kernel reports that its process has ended; otherwise it was silent.
+            has_ended: Whether the node's kernel reports that its process has ended; otherwise the node was silent.
         """
         if self._strangers.pop(peer, None) is None:
             self._election.unlinked(peer, has_ended=has_ended, now_s=now_s)
@@ -152,14 +154,14 @@ class Agreement:
         self._attempt.hear(peer, state)
 
     def _meet_stranger(self, peer: str, state: State, age_s: float) -> None:
-        """Handle the state of a node of another side of this job: the younger side gives way."""
+        """Handle the state of a node on another side of a split of this job: the younger side gives way."""
         if peer in self._peers:
             self._strangers[peer] = self._peers.pop(peer)
         if age_s > self.job_age_s and state.result is None and self.result is None:
             self.result = Result(other_side(self._strangers[peer].node.host))
 
     def handed(self, view: View, *, is_started: bool, age_s: float = 0.0) -> None:
-        """Adopt a view if it is newer than this node's.
+        """Adopt a view if it is newer than the view of this node.
 
         Args:
             view: View that another node has sent, or that this node proposes.
@@ -197,7 +199,7 @@ class Agreement:
         self._ranks = "idle"
 
     def snapshot_is_whole(self) -> None:
-        """Handle a new snapshot of the ranks, for which a "watch" has asked."""
+        """Handle the supervisor's report of the snapshot that this agreement asked for with "watch"."""
         self._attempt.has_snapshot = True
 
     def interrupt(self) -> None:
@@ -211,7 +213,7 @@ class Agreement:
         self._is_leaving = True
 
     def ask_for(self, num_ranks: int) -> None:
-        """Ask for more ranks on this node, from the next snapshot on or when the attempt ends for another reason."""
+        """Ask for more ranks on this node in the next attempt, which follows the next snapshot or a failure."""
         if self._ranks != "idle" and self._trained_in == self._key:
             self._attempt.num_asked = num_ranks
 
@@ -279,7 +281,8 @@ class Agreement:
     def is_next_to_leave(self) -> bool:
         """Whether this node may leave now: no earlier node of the view is about to leave.
 
-        Nodes leave one at a time, with an attempt in between, because one node may hold the replica of another's part.
+        Nodes leave one at a time, with an attempt in between, because a leaving node may hold the only replica of
+        another leaving node's part of the state.
         """
         before = self.view.ids[: self.view.ids.index(self.me.id)] if self.view is not None and self.is_member else ()
         return not any(self._attempt.known[node].is_leaving for node in before if node in self._attempt.known)
@@ -294,9 +297,10 @@ class Agreement:
         return self.view is not None and self.me.id in self.view.ids
 
     def wanted(self, now_s: float) -> set[Place]:
-        """Return the places to which this node is to connect.
+        """Return the places to which this node should connect now.
 
-        Within a view, each node connects to the nodes before it. After a while, it connects to those after it, too.
+        At first, a member of a view connects only to the members listed before it. If the members listed after it have
+        not connected after a while, it also connects to them.
         """
         if self.view is None:
             return set()
@@ -310,7 +314,7 @@ class Agreement:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the job is training, on this node or on others."""
+        """Whether the job is training, on this node or on other nodes."""
         leading = self._election.leading
         return (leading.state.running if leading is not None else self._running) != NO_VIEW
 
@@ -337,12 +341,12 @@ class Agreement:
         return missing and f"{loss}{missing}"
 
     def _bases(self) -> tuple[Group, ...]:
-        """Return the groups whose votes a leader needs: those of the views that may have been the last to start."""
+        """Return the groups whose votes a leader needs, one for each view that may have been the last to start."""
         if self.view is None:
             return (Group(self.me.id, (self.me.id,)),)
         if self._has_started:
             return (self.view.group,)
-        is_ours = self.view.leader == self.me.id  # only its leader starts a view: then this one has not started
+        is_ours = self.view.leader == self.me.id  # only its leader starts a view, so a view of ours has not started
         return self.view.bases if is_ours else tuple(dict.fromkeys((*self.view.bases, self.view.group)))
 
     def _is_in_office(self) -> bool:
@@ -454,9 +458,9 @@ class Agreement:
         self.handed(view, is_started=False)
 
     def _idle_voters(self) -> list[Node]:
-        """Return this node and those that have voted for it; empty while votes may still come or ranks are running."""
+        """Return this node and its voters; empty while votes may still arrive or ranks are running."""
         old = self.view.ids if self.view is not None else ()
-        # Spares that have not voted yet are waited for, too, so that the world keeps its size.
+        # Wait also for spares that have not voted yet, so that the world keeps its size.
         awaited = [node for node in self._peers if self._rules.spares or node in old]
         if self._election.awaits_votes and not all(map(self._election.follows, awaited)):
             return []

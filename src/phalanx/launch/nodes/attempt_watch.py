@@ -1,4 +1,7 @@
-"""One attempt as a node sees it: what its nodes have reported, why it failed, and when its leader ends it."""
+"""One attempt as a node sees it: the reports of its nodes, the cause of its failure, and when the leader ends it.
+
+``model/agreement.pml`` mirrors this file: change both together.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ from phalanx.launch.nodes.views import Cause, Rules, State, View
 
 
 class AttemptWatch:
-    """The attempt of one view, as far as this node knows.
+    """This node's knowledge of the attempt of one view.
 
     Args:
         view: View of the attempt; None: there is no view yet.
         me: Id of this node.
-        watch: Function that asks, once, to be told of the ranks' next snapshot.
+        watch: Function that asks the supervisor to report the ranks' next snapshot; called at most once.
 
     Attributes:
         known: Latest state of each other node in this view, kept after the node is lost.
         is_done: Whether this node's ranks have succeeded.
         has_left: Whether this node has stopped its ranks because it could not reach all other nodes.
-        failure: Failure of one of this node's ranks; None: none has failed.
+        failure: Failure of one of this node's ranks; None: no rank has failed.
         num_asked: Number of ranks that this node asks for in the next attempt; 0: as many as now.
-        port: Port that this node holds for rank 0; 0: none.
+        port: Port that this node holds for rank 0; 0: it holds no port.
         has_asked_for_port: Whether the supervisor has been asked for a port.
         has_snapshot: Whether the ranks have taken a snapshot since `watch` was called.
         cause: Reason for ending the attempt, if this node leads.
@@ -70,7 +73,7 @@ class AttemptWatch:
 
     @property
     def cause_of_end(self) -> Cause | None:
-        """The cause for which the attempt has ended or must end; None: it did not fail."""
+        """The cause for which the attempt has ended or must end; None: the attempt has not failed."""
         interruption = next((it.failure for it in self._told.values() if is_interruption(it.failure)), None)
         if self.cause is not None or self._view is None:
             if self.cause is not None and self.cause.ending.preempted:
@@ -79,7 +82,7 @@ class AttemptWatch:
         return cause_of_end(self._view, self._told, self.gone, self._election.why_lost)
 
     def is_to_end(self, now_s: float, *, is_idle: bool, has_newcomers: bool) -> bool:
-        """Return whether the leader should end the attempt: it can't continue, or it could with more nodes or ranks.
+        """Return whether the leader should end the attempt: it has failed, or the next attempt could have more ranks.
 
         Args:
             is_idle: Whether none of this node's ranks is running.
@@ -97,12 +100,12 @@ class AttemptWatch:
         return True
 
     def _patience_s(self, cause: Cause, *, is_idle: bool) -> float:
-        """Return how long the attempt goes on after a failure, so that the cause can appear or ranks can save."""
+        """Return how long the attempt continues after a failure, so that the cause can appear or ranks can save."""
         if cause.ending.preempted:
             ids, peers = self._view.ids if self._view is not None else (), self._election.peers
             are_idle = is_idle and all(peers[node].state.is_idle for node in ids if node in peers)
             return 0.0 if are_idle else self._rules.preempted_s
-        if is_interruption(cause):  # the interrupted node's ranks may be saving, together with all others
+        if is_interruption(cause):  # the interrupted node's ranks may be saving, together with all other ranks
             told = (
                 [is_idle]
                 if self.failure == cause
@@ -112,9 +115,9 @@ class AttemptWatch:
         return CAUSE_S if cause.ending.is_victim else 0.0
 
     def _may_grow(self, now_s: float, *, has_newcomers: bool) -> bool:
-        """Return whether to end the attempt now, to continue with more nodes or with more ranks on one.
+        """Return whether to end the attempt now, to continue with more nodes or with more ranks on a node.
 
-        Ranks are restarted only after a snapshot. After `Rules.join_s`, new nodes no longer wait for one.
+        Ranks are restarted only after a snapshot. After `Rules.join_s`, new nodes no longer wait for a snapshot.
         """
         members = self._view.members if self._view is not None else ()
         has_room = len(members) < self._rules.max_nodes and has_newcomers

@@ -16,29 +16,29 @@ from phalanx.launch.nodes.views import Cause, State, View
 NODE_LOST = "NodeLost"
 """`kind` of a cause: a node was lost."""
 OTHER_SIDE = "OtherSide"
-"""`kind` of a cause: this is the younger of two sides of a job, and its nodes are to join the older one."""
+"""`kind` of a cause: this side of a split job is younger than another side, so its nodes have to join that side."""
 INTERRUPTED = "Interrupted"
 """`kind` of a cause: Ctrl-C on a node, which ends the job."""
 
 
 def cause_of(end: Ending, **what_follows: Any) -> Cause:
-    """Return the ending of a rank as the cause that other nodes are told.
+    """Return the cause to send to other nodes for the ending of a rank.
 
     Args:
         what_follows: `Cause.num_ranks` and `Cause.is_free`, if known.
     """
-    host, code = end.host or host_name(), end.exitcode or 1  # not 0: the rank has failed
+    host, code = end.host or host_name(), end.exitcode or 1  # never 0, because the rank has failed
     return Cause(ending=dataclasses.replace(end.for_others(ROWS), host=host, exitcode=code), **what_follows)
 
 
 def ending_of(cause: Cause) -> Ending:
-    """Return the ending in a cause; if it happened on this host, without the host's name."""
+    """Return the ending in a cause, without the host's name if it happened on this host."""
     end = cause.ending
     return dataclasses.replace(end, host="" if end.host == host_name() else end.host)
 
 
 def with_own_kind(cause: Cause | None) -> Cause | None:
-    """Return the cause with kind `OTHER_SIDE` if a rank failed because another side of the job owns its folder."""
+    """Return `cause`, with kind `OTHER_SIDE` if a rank failed because another side of the job owns its folder."""
     if cause is None or cause.kind.rpartition(".")[2] != OTHER_SIDE:
         return cause
     words = dataclasses.replace(cause.ending.last_words, kind=OTHER_SIDE)
@@ -81,12 +81,12 @@ def _of_a_node(kind: str, message: str, host: str, rank: int = -1, *, is_victim:
 def cause_of_end(
     view: View, known: Mapping[str, State], gone: set[str], why_lost: Callable[[str], str]
 ) -> Cause | None:
-    """Return the cause of an attempt's failure, found from what all its nodes report; None if it did not fail.
+    """Return the cause of an attempt's failure, found from the reports of all its nodes; None if it did not fail.
 
     Args:
         known: Latest state of each node of the view.
         gone: Ids of the nodes that have left after announcing it.
-        why_lost: Function that returns how the node with the given id was lost; "" if it was not.
+        why_lost: Function that returns how the node with the given id was lost; "" if the node was not lost.
     """
     causes = [state.failure for state in known.values() if state.failure is not None]
     for number, node in enumerate(view.members):
@@ -94,7 +94,7 @@ def cause_of_end(
             continue
         if how := why_lost(node.id):
             causes.append(loss_of(view, number, how))
-        elif known.get(node.id, State()).has_left:  # it could not reach another node, which may be the cause
+        elif known.get(node.id, State()).has_left:  # the node that it could not reach may be the cause
             causes.append(loss_of(view, number, "it could not reach the others for a while", is_victim=True))
     if gone:  # victims failed only because these nodes left on purpose
         causes = [cause for cause in causes if not cause.ending.is_victim]

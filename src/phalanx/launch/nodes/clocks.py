@@ -1,9 +1,10 @@
 """Offsets of other hosts' clocks, measured with the heartbeats.
 
-Each heartbeat says when the other side's last heartbeat was sent and when it arrived. Together with the times of the
-heartbeat itself, that makes four times, two by each clock, as in NTP. The error is at most half the round trip, some
-0.1 ms on a local network; offsets derived from collectives would be known only to within two training steps. The error
-of a measurement grows by 100 ppm of its age. The supervisor writes the offsets beside the black boxes of each attempt.
+Each heartbeat says when the other side's last heartbeat was sent and when that heartbeat arrived. With the times at
+which the heartbeat itself is sent and arrives, that makes four times, two by each clock, as in NTP. The error is at
+most half the round trip, some 0.1 ms on a local network; offsets derived from collectives would be known only to within
+two training steps. The error of a measurement grows by 100 ppm of its age. The supervisor writes the offsets beside the
+black boxes of each attempt.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-_DRIFT = 1e-4  # most seconds per second by which two clocks diverge
+_DRIFT = 1e-4  # two clocks diverge by at most this many seconds per second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +32,12 @@ class Clocks:
         self._best: dict[str, _Measured] = {}
 
     def heard(self, host: str, sent_s: float, came_s: float, answered_s: float, now_s: float) -> None:
-        """Take a measurement from a heartbeat that answers one of this host's.
+        """Record a measurement from a heartbeat that answers a heartbeat of this host.
 
         Args:
             sent_s: Time at which this host sent its heartbeat, by its own clock.
-            came_s: Time at which that heartbeat arrived, by the other clock.
-            answered_s: Time at which the answer was sent, by the other clock.
+            came_s: Time at which that heartbeat arrived, by the other host's clock.
+            answered_s: Time at which the answer was sent, by the other host's clock.
             now_s: Time at which the answer arrived, by this host's clock.
         """
         within_s = ((now_s - sent_s) - (answered_s - came_s)) / 2

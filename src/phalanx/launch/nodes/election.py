@@ -1,13 +1,15 @@
 """Leader election as one node sees it: which nodes it reaches, which answers count, and which leader it follows.
 
+The rules are verified in ``model/agreement.pml``, which mirrors this file: change both together.
+
 - A leader needs the votes of more than half of a group of nodes, or of half of them including the group's leader. A
   node gives one vote in a term.
-- A vote expires when the voter's answers are no longer fresh: before the voter can consider this node lost and vote for
-  another. Over a new link, only an answer to a heartbeat over that link counts as fresh, so the first heartbeat is
-  answered at once.
+- A vote expires when the voter's answers are no longer fresh. This happens before the voter can consider this node lost
+  and vote for another node. Over a new link, only an answer to a heartbeat over that link counts as fresh, so the first
+  heartbeat is answered at once.
 - A node is dead when its kernel refuses connections to its port. The first living node in the order of the group may
   then count the dead node's vote, but only if the dead node's last answer was younger than 0.9 of the silence limit:
-  later, the dead node may have voted for another.
+  after a longer silence, the dead node may have voted for another node before it died.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class Election:
         peers: Linked nodes of this job by id, in the order in which they connected.
         dead: Ids of nodes whose kernel reports that they have ended.
         term: Term in which this node has voted.
-        leader: Id of the node that this node follows; empty: none.
+        leader: Id of the node that this node follows; empty: it follows no node.
         now_s: Present time, against which freshness is measured.
     """
 
@@ -91,12 +93,12 @@ class Election:
         return now_s - peer.echo_s < _FRESH * self._silence_s
 
     def is_with_us(self, node: str) -> bool:
-        """Whether a node is this one, or its answers are fresh."""
+        """Whether `node` is this node, or a peer whose answers are fresh."""
         peer = self.peers.get(node)
         return node == self._me or (peer is not None and self._is_fresh(peer, self.now_s))
 
     def why_lost(self, node: str) -> str:
-        """Return how a node was lost; "" if it was not."""
+        """Return how a node was lost; "" if it was not lost."""
         if node in self.dead:
             return "its process has ended"
         return "" if self.is_with_us(node) else f"silent for {self._silence_s:g} s"
@@ -110,11 +112,11 @@ class Election:
 
     @property
     def leading(self) -> Peer | None:
-        """The peer that this node follows; None: it follows none, or one that is not linked."""
+        """The peer that this node follows; None: it follows no node, or a node that is not linked."""
         return self.peers.get(self.leader)
 
     def follows(self, node: str) -> bool:
-        """Whether a node has voted for this one and can't have voted for another since."""
+        """Whether `node` has voted for this node and can't have voted for another node since."""
         if not self.is_with_us(node) or node == self._me:
             return node == self._me
         state = self.peers[node].state
@@ -133,7 +135,7 @@ class Election:
         return 2 * len(votes) > len(group.ids) or (2 * len(votes) == len(group.ids) and group.leader in votes)
 
     def _holder(self, key: Key) -> Peer | None:
-        """Return the peer that claims to lead with enough votes; if several do, the one with the newest term."""
+        """Return the peer that claims to lead with enough votes; if several claim it, the one with the newest term."""
         holders = [
             peer
             for peer in self.peers.values()
@@ -154,7 +156,7 @@ class Election:
         return ""
 
     def choose(self, view: View | None, *, is_root: bool, is_in_office: bool) -> bool:
-        """Lead, follow or continue as before; return whether this node has cast a new vote, for itself or for another.
+        """Lead, follow or continue as before; return whether this node has cast a new vote, for itself or another node.
 
         Args:
             view: Newest view that this node knows.
@@ -162,7 +164,7 @@ class Election:
             is_in_office: Whether this node leads with enough votes.
         """
         others = [peer.state.term for peer in self.peers.values() if peer.state.leader != self._me]
-        newest = max(others, default=-1)  # those who voted in this term can vote for this node only in a newer one
+        newest = max(others, default=-1)  # nodes that voted in this term can vote for us only in a newer one
         holder = self._holder(view.key if view is not None else NO_VIEW)
         if is_in_office:
             if holder is not None and holder.state.term > self.term:
@@ -183,7 +185,7 @@ class Election:
         return True
 
     def _vote(self, peer: Peer) -> bool:
-        """Follow a peer if it leads in a newer term; return whether it does."""
+        """Follow a peer if it leads in a newer term than ours; return whether it does."""
         if peer.state.leader != peer.node.id or peer.state.term <= self.term:
             return False
         self.term, self.leader = peer.state.term, peer.node.id

@@ -1,11 +1,11 @@
 """The handshake of two nodes: what each sends about its job, and whether both belong to the same job.
 
 Each node connects to all meeting places of the list. A node on the host of a place may begin the job, but waits 5 s for
-each place before its own in the list. If two nodes begin anyway, there are two jobs, and the younger one gives way. A
+each place before its own in the list. If two nodes begin a job anyway, the younger job gives way when the two meet. A
 scheduler's list of hosts is cut to four places, because every node connects to every place.
 
-Scripts that differ between nodes are reported, not refused: somebody may edit a script in a shared folder while a job
-runs, and a host that comes back afterwards must be let in.
+If the scripts of two nodes differ, this is reported, but the node is not refused: somebody may edit a script in a
+shared folder while a job runs, and a host that comes back afterwards must be let in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROTOCOL = 3
 
 
 class Handshake:
-    """This node's handshake, and its comparison with those of others.
+    """This node's handshake, and its comparison with the handshakes of other nodes.
 
     Args:
         job: Settings of the job.
@@ -49,7 +49,7 @@ class Handshake:
         self._differ: set[str] = set()  # hosts whose differences have been reported
 
     def problem_with(self, handshake: Mapping[str, Any]) -> str:
-        """Return why the sender of a handshake is not a node of this job; empty: it is one."""
+        """Return why the sender of a handshake is not a node of this job; empty if it is a node of this job."""
         here, ours = host_name(), self.told
         if handshake.get("job") != ours["job"]:
             return f"{here} runs another job at this place: its --rdzv-id is {ours['job']!r}"

@@ -1,28 +1,30 @@
 """A job on several nodes: each supervisor obeys its agent, which agrees with the agents of the other nodes.
 
 **How many ranks.** Each node has its own `LocalSize`. Only the node whose rank was the cause of a failure shrinks. The
-leader chooses the cause, so a node whose rank fails does not know yet whether its failure is the cause; the leader in
-turn knows neither the node's MIN nor its progress. So the report of a failure says what follows if it is the cause: the
-number of ranks, and whether it costs a restart. The node computes this on a copy of its `LocalSize` (see `SharedSize`),
-and adopts the copy if the next view has that number. The failure of a victim changes no number of ranks.
+leader chooses the cause, so a node whose rank fails does not know yet whether its failure is the cause. The leader in
+turn knows neither the progress of the node nor its MIN (of ``--nproc-per-node MIN:MAX``). So the report of a failure
+also says what follows if the leader chooses this failure as the cause: the node's next number of ranks, and whether the
+failure costs a restart. The node computes both on a copy of its `LocalSize` (see `SharedSize`), and adopts the copy if
+it has that number of ranks in the next view. The failure of a victim changes no number of ranks.
 
 - ``State.num_ranks`` is the number with which a node would continue: the number in its view, unless its supervisor asks
-  for more. The supervisor does so when ``--regrow-after`` is over and a snapshot has just been taken. The leader then
-  waits for the next snapshot, as it does for nodes that join, but without a limit. If another node's failure ends the
-  attempt, all ranks restart anyway, so a node that has made progress with fewer ranks asks for MAX before it reports
-  that its ranks have ended. If MAX ranks fail, that costs no restart either.
+  for more. The supervisor does so once the time of ``--regrow-after`` has passed and a snapshot has just been taken.
+  The leader then waits for the next snapshot, as it does for nodes that join, but without a limit. If another node's
+  failure ends the attempt, all ranks restart anyway, so a node that has made progress with fewer ranks asks for MAX
+  before it reports that its ranks have ended. If the attempt with MAX ranks then fails, that failure costs no restart.
 - **A node below MIN** offers 0 ranks, and leaves once it knows that its failure was the cause: from the leader's
-  ``State.cause``, or from the next view, to which it does not belong. It does not leave earlier: a script that catches
-  every error and exits, or a library that aborts when a peer has gone, looks like a cause, and the job would lose this
-  node for the failure of another node's rank.
+  ``State.cause``, or from the next view, to which it does not belong. It does not leave earlier, because its failure
+  may only look like the cause: a script may catch every error and exit, or a library may abort when a peer is lost. The
+  job would then lose this node for the failure of another node's rank.
 
 **Endings that are not failures.**
 
-- **A planned restart** is announced in the memory of one host. When ranks of a Trainer are told to end, they ask each
-  other whether one of them knows of such a restart; otherwise some would save and others would not. A rank that ends
-  for a planned restart leaves a note in its log folder that its exit code 75 is not a failure, since it may end before
-  its own launcher is told. It raises `PlannedRestart`, which a kept process survives in the same way as the failure of
-  a peer. So when a host leaves or joins, the other hosts start no new processes.
+- **A planned restart** is announced in the shared memory of one host, so ranks of other hosts do not see it. When ranks
+  of a Trainer are told to end, they ask each other whether one of them knows of a planned restart; otherwise some would
+  save and others would not. A rank that ends for a planned restart leaves a note in its log folder that its exit code
+  75 is not a failure, since the rank may end before its own launcher hears of the restart. The rank raises
+  `PlannedRestart`, which a kept process survives in the same way as the failure of a peer. So when a host leaves or
+  joins, the other hosts start no new processes.
 - **A preemption** of one node preempts the job on all nodes. It takes precedence over any other cause, and ends the job
   without a restart. The leader waits until all ranks have ended, for at most ``--shutdown-timeout``. The preempted node
   stays until it hears of the job's end: an early exit would count as a loss, and would stop ranks that are still
@@ -56,10 +58,11 @@ _INTERRUPTED_CODE = 128 + signal.SIGINT
 
 
 def run_with_other_nodes(ranks: Supervisor, job: Job) -> Ending | None:
-    """Run this node's part of `job`; return the cause of the job's failure, on whichever node; None if it succeeded.
+    """Run this node's part of `job`; return the cause of the job's failure, on any node; None if the job succeeded.
 
     Raises:
-        SystemExit: The nodes did not meet; the console says what to check.
+        SystemExit: The nodes did not meet, or this node left the job, or the job ended because of a lost node, Ctrl-C
+            or a preemption. The console names the reason.
     """
     num_nodes, num_attempts, num_restarts = 0, 0, 0
     failure: Cause | None = None
@@ -123,7 +126,7 @@ def _give_up(ranks: Supervisor, job: Job, order: GiveUp) -> NoReturn:
 
 
 def _note_failure(ranks: Supervisor, failure: Cause, sign: LossSign | None) -> None:
-    """Say what failed, on whichever node, before the ranks restart, and record when."""
+    """Before the ranks restart, report a failure on this or another node, and record when it happened."""
     end = ending_of(failure)
     if failure.kind == NODE_LOST:
         ranks.say(failure.message)
@@ -137,7 +140,8 @@ def _finish(ranks: Supervisor, job: Job, size: SharedSize, cause: Cause | None, 
     """Return the failure for which the job ends on this node; None if it succeeded.
 
     Raises:
-        SystemExit: The job ends for another reason: a lost node, Ctrl-C on a node, a preemption. The console names it.
+        SystemExit: The job ends for another reason: a lost node, Ctrl-C on a node, a preemption. The console names the
+            reason.
     """
     if cause is None:
         return None
@@ -174,13 +178,13 @@ def _place_of_this_node(attempt: Attempt, job: Job) -> str:
 
 
 def _changes(order: Start, num_before: int, why: str, failure: Cause | None, *, was_away: bool) -> list[str]:
-    """Return lines about what has changed since the previous attempt: which nodes take part, and with how many ranks.
+    """Return lines about the changes since the previous attempt: which nodes take part, and with how many ranks.
 
     Args:
         num_before: Number of nodes in the previous attempt; 0: this is the first attempt.
-        why: Reason for this node's new number of ranks; empty: it is the same.
-        failure: Cause of the previous attempt's failure; None: it did not fail.
-        was_away: Whether the other nodes have made an attempt without this one.
+        why: Reason for this node's new number of ranks; empty: the number is the same.
+        failure: Cause of the previous attempt's failure; None: the attempt did not fail.
+        was_away: Whether the other nodes have made an attempt without this node.
     """
     num_nodes, resized, lines = order.attempt.num_nodes, order.resized, []
     if num_before and was_away:

@@ -3,8 +3,9 @@
 Each connection begins with a handshake, in which both ends name their job and node. Both send a line at least twice a
 second; a node that has been silent for a while is lost. Only `Links.wait` blocks.
 
-The end of a connection says nothing about the node, since a firewall may have reset it. `Links` reconnects without
-telling its owner. A node is dead when its kernel refuses connections to its port, or when another agent answers there.
+The end of a connection says nothing about the node, since a firewall may have reset the connection. `Links` then
+reconnects without telling its owner. A node is dead when its kernel refuses connections to its port, or when another
+agent answers there.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ class LinkOwner(Protocol):
         """Handle a message of a node.
 
         Raises:
-            ValueError: No agent would send this; the connection is closed.
+            ValueError: No agent would send this message; `Links` then closes the connection.
         """
 
     def refused(self, why: str) -> None:
         """Handle the rejection of our handshake by a peer."""
 
     def problem_with(self, handshake: dict[str, Any]) -> str:
-        """Return why the sender of a handshake is not a node of this job; empty: it is one."""
+        """Return why the sender of a handshake is not a node of this job; empty if it is a node of this job."""
 
 
 class _Link:
@@ -68,7 +69,7 @@ class _Peer:
     """A node that has completed the handshake, and the connection to it.
 
     Attributes:
-        link: Connection in use; None: the last one has ended, and another is being made.
+        link: Connection in use; None: the last connection has ended, and a new one is being made.
     """
 
     def __init__(self, node: Node, link: _Link) -> None:
@@ -87,7 +88,8 @@ class Links:
     """All connections of one agent.
 
     Args:
-        selector: Selector of the agent's loop. Other code may register descriptors, too, each with a function as data.
+        selector: Selector of the agent's loop. Other code may register descriptors, too; the data of each is the
+            function to call.
         silence_s: Seconds of silence after which a node is lost.
 
     Attributes:
@@ -146,7 +148,7 @@ class Links:
             self._queue(link, as_line(self._handshake))
 
     def dial(self, place: Place) -> str:
-        """Connect to an agent unless already connected; return what is wrong with the host's name, "" if nothing is."""
+        """Connect to an agent unless already connected; return the problem with the host's name, or ""."""
         if place in self.own or any(link.dialed == place for link in self._links):
             return ""
         address, why = self._names.find(place)
@@ -160,7 +162,7 @@ class Links:
             self._add(_Link(end, time.monotonic(), place))
         else:
             end.close()
-        if result == errno.ECONNREFUSED:  # a refusal comes at once if the peer is on this host
+        if result == errno.ECONNREFUSED:  # arrives immediately if the peer is on this host
             self._bury(place)
         return ""
 
@@ -177,7 +179,7 @@ class Links:
     # ------------------------------------------------------------ talking
 
     def tell(self, peer: str, message: Any) -> None:
-        """Send a message to a linked node; it is dropped while the node is being reconnected."""
+        """Send a message to a linked node; the message is dropped while the connection is being remade."""
         if (it := self._peers.get(peer)) is not None and it.link is not None:
             self._queue(it.link, as_line(message))
 
@@ -256,7 +258,7 @@ class Links:
             return
         if "refused" in message:
             self._close(link)
-            if link.dialed is not None:  # only the end that was dialed may refuse
+            if link.dialed is not None:  # only an agent that was dialed may refuse
                 self._owner.refused(str(message["refused"])[:500])
             return
         assert self._me is not None
@@ -273,7 +275,7 @@ class Links:
             self._greeted(link, node)
 
     def _greeted(self, link: _Link, node: Node) -> None:
-        """Use a connection to a node. If there are two, both ends keep the one dialed by the node with the lower id."""
+        """Use a connection to a node. If there are two, both ends keep the one from the node with the lower id."""
         assert self._me is not None
         if link.dialed is not None:
             self._bury(link.dialed, but=node.id)
@@ -319,7 +321,7 @@ class Links:
                 self.dial(peer.node.place)
 
     def wait(self, timeout_s: float) -> None:
-        """Serve what is ready; wait for at most `timeout_s` if nothing is."""
+        """Call the functions of the descriptors that are ready; if none is ready, wait for at most `timeout_s`."""
         if any(peer.link is None for peer in self._peers.values()):
             timeout_s = min(timeout_s, _DIAL_AGAIN_S)
         for key, _ in self._selector.select(timeout_s):
@@ -328,7 +330,7 @@ class Links:
                 key.data()
 
     def lose_silent(self) -> None:
-        """Drop the nodes that have been silent. Call `wait` first, which reads what has arrived."""
+        """Drop the nodes that have been silent for too long. Call `wait` first, which reads what has arrived."""
         now_s = time.monotonic()
         for peer in [peer for peer in self._peers.values() if now_s - peer.heard_s >= self._silence_s]:
             del self._peers[peer.node.id]
@@ -340,7 +342,7 @@ class Links:
             self._close(link)
 
     def flush(self, limit_s: float) -> None:
-        """Wait until everything has been sent, or until the limit."""
+        """Wait until everything has been sent, but for at most `limit_s`."""
         ends_s = time.monotonic() + limit_s
         while any(link.goes for link in self._links if link.peer) and time.monotonic() < ends_s:
             self.wait(0.05)
@@ -354,7 +356,7 @@ class _Names:
         self._asking: set[Place] = set()
 
     def find(self, place: Place) -> tuple[tuple[Any, Any] | None, str]:
-        """Return family and address of a place, None while they are unknown, and what is wrong with its name."""
+        """Return a place's family and address, None while they are unknown, and the problem with its name, or ""."""
         asked_s, address, why = self._found.get(place, (-_RESOLVE_AGAIN_S, None, ""))
         if time.monotonic() - asked_s >= _RESOLVE_AGAIN_S and place not in self._asking:
             self._asking.add(place)

@@ -1,7 +1,7 @@
 """Messages between agents, and between an agent and its supervisor. Each message is validated when it is read.
 
 Agents send each other lines of JSON. A supervisor and its agent send packets ``{kind: facts}``; each kind is a
-dataclass of this module, and `read_packet` returns an object of it.
+dataclass of this module, and `read_packet` returns an object of that class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OF_STATE = {field.name for field in dataclasses.fields(State)}
 
 
 def read_state(value: Any) -> State:
-    """Return the state of a node. Every field must be present, even those with a default.
+    """Return the state of a node. Every field must be present, even a field with a default.
 
     Raises:
         ValueError: `value` is not a state.
@@ -33,13 +33,13 @@ def read_state(value: Any) -> State:
 
 @dataclasses.dataclass(frozen=True)
 class Heartbeat:
-    """The state of a node and the times from which the receiver learns the offset of its clock.
+    """The state of the sending node, and the times from which the receiver learns the offset of the sender's clock.
 
     Attributes:
         at: Time of sending, by the sender's clock.
         echo: Time at which the receiver sent the last heartbeat that has reached the sender, by the receiver's clock;
-            0: none has.
-        came: Time at which that heartbeat arrived, by the sender's clock.
+            0: no heartbeat has reached the sender yet.
+        came: Time at which the heartbeat of `echo` arrived, by the sender's clock.
         age: Seconds for which the sender's job has lasted.
     """
 
@@ -66,10 +66,10 @@ class NewView:
 class Signal:
     """A message without facts.
 
-    An agent sends "stop" to have the ranks stopped, "reserve" to have a port held for rank 0, "watch" to hear of the
-    ranks' next snapshot, and "all leave" if no other node stays. A supervisor sends "snapshot" if the ranks have taken
-    one or never take any, "leave" if this node is about to leave the job, "interrupted" if Ctrl-C has stopped it, and
-    "pong" in answer to `Ping`.
+    An agent asks its supervisor to stop the ranks ("stop"), to hold a port for rank 0 ("reserve"), or to report the
+    ranks' next snapshot ("watch"); "all leave" says that no other node stays in the job. A supervisor sends "snapshot"
+    if the ranks have taken a snapshot or never take any, "leave" if this node is about to leave the job, "interrupted"
+    after Ctrl-C on this node, and "pong" in answer to `Ping`.
     """
 
     what: Literal["stop", "reserve", "watch", "all leave", "snapshot", "leave", "interrupted", "pong"]
@@ -80,12 +80,12 @@ class Signal:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of an agent: those of its `Job`, and its own.
+    """Settings of an agent: fields of its `Job`, and the attributes below.
 
     Attributes:
         script: Identity of the script, as `handshake.script_of` returns it.
-        replica_port: Port on which this node takes replicas of snapshots; 0: it takes none.
-        joins: Whether this agent has left the younger side of the job to join the older.
+        replica_port: Port on which this node accepts replicas of snapshots; 0: it accepts no replicas.
+        joins: Whether this agent has left the younger side of a split job to join the older side.
         num_starts: Number of starts of the ranks so far; more than 0 only if the agent has started over.
     """
 
@@ -126,7 +126,7 @@ class Reserved:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """The ranks of start `number` have ended; `cause` is the cause of their failure, if they failed."""
+    """The ranks of the start with this number have ended; `cause` is the cause of their failure, if they failed."""
 
     how: Literal["succeeded", "failed", "stopped", "interrupted"]
     number: int
@@ -135,7 +135,7 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True)
 class AskFor:
-    """This node could go on with more ranks."""
+    """This node could continue with `num_ranks` ranks, which are more than it has now."""
 
     num_ranks: int
 
@@ -172,7 +172,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class LossSign:
-    """How this node noticed the loss of another, and when, by this host's monotonic clock."""
+    """How and when this node noticed the loss of another node. Times are by this host's monotonic clock."""
 
     how: Literal["refused", "silent"]
     since_s: float
@@ -185,8 +185,8 @@ class Restart:
     """An attempt has failed, and another follows.
 
     Attributes:
-        restarts: Failures of the job so far, this one included.
-        sign: Sign by which this node noticed the failure; None: this node did not notice it.
+        restarts: Failures of the job so far, including this failure.
+        sign: Sign by which this node noticed the failure; None: this node did not notice the failure.
     """
 
     cause: Cause
@@ -196,7 +196,7 @@ class Restart:
 
 @dataclasses.dataclass(frozen=True)
 class Join:
-    """Stop the ranks, because this node joins the other side of the job."""
+    """Stop the ranks, because this node joins the older side of the split job."""
 
     why: str
 
@@ -210,7 +210,7 @@ class Finish:
 
 @dataclasses.dataclass(frozen=True)
 class GiveUp:
-    """This node takes no part in the job, after waiting for `after_s` or because another node has refused it."""
+    """This node gives up the job, as it waited for `after_s`, another node refused it, or its agent failed (`why`)."""
 
     why: str
     after_s: float | None = None
@@ -219,7 +219,7 @@ class GiveUp:
 
 @dataclasses.dataclass(frozen=True)
 class Waiting:
-    """A line about what this node is waiting for, and the seconds left; None: there is no limit."""
+    """A line about what this node is waiting for, and the seconds left; None: the wait has no limit."""
 
     what: str
     left_s: float | None = None
@@ -248,7 +248,7 @@ class Drain:
 
 @dataclasses.dataclass(frozen=True)
 class NextToLeave:
-    """Whether this node is the next to leave among those that are about to leave."""
+    """Whether this node is the next to leave, of all nodes that are about to leave."""
 
     is_next: bool
 

@@ -2,11 +2,11 @@
 
 Each kind has its own polling thread, since a name lookup or a file system may hang. Nothing depends on the wall clock.
 
-**A file that was there at the start is no notice.** When a drained host is started again with the same command, the
-file of the last notice may still be there. If that file counted, the host would leave again at once. So only a change
-after the start is a notice, and a line names the leftover file. The provider's answer always counts, since it is about
-this very machine. If no other node stays, a notice becomes a SIGTERM to the ranks, so that they save to disk: snapshots
-in memory are lost with the last host.
+**A file that exists at the start is no notice.** When the command is started again on a drained host, the file of the
+last notice may still exist. If that file counted, the host would leave again at once. So only a change after the start
+is a notice, and a line names the leftover file. The provider's answer always counts, since it is about this very
+machine. If no other node stays, a notice becomes a SIGTERM to the ranks, so that they save to disk: snapshots in memory
+are lost with the last host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 LOOK_EVERY_S = 1.0
 ASK_EVERY_S = 5.0
-"""Pause between two polls, as AWS recommends. Google, Azure and AWS warn 30 s, 30 s and two minutes ahead."""
+"""Pause between two polls, as AWS recommends. Google and Azure announce a preemption 30 s ahead, AWS two minutes."""
 _LIMIT_S = 2.0
 _MOST_BYTES = 1 << 16
 
@@ -71,8 +71,8 @@ class Notices:
     """Watches for a notice, and reports the first one.
 
     Args:
-        file: File whose appearance or change is a notice; empty: none.
-        url: Address whose answer 200 is a notice, or a key of `SERVICES`; empty: none.
+        file: File whose appearance or change is a notice; empty: no file is watched.
+        url: Address whose answer 200 is a notice, or a key of `SERVICES`; empty: no address is polled.
         tell: Function that a thread calls with the text of the notice.
         tell_leftover: Function that a thread calls with `file` if the file already existed at the start.
     """
@@ -82,7 +82,8 @@ class Notices:
         self._service = SERVICES.get(url) or (Service(url) if url else None)
         self._said = threading.Lock()
         self._has_looked = threading.Event()
-        # Two threads, so that a hanging file system does not hold back the provider's warning.
+        # The file and the service have a thread each, so that a hanging file system does not delay the provider's
+        # warning.
         for watch in filter(None, (self._watch_file if file else None, self._watch_service if url else None)):
             threading.Thread(target=watch, name="phalanx-notices", daemon=True).start()
         if file:

@@ -28,7 +28,7 @@ _GATHER = "phalanx.diagnose.why.other_hosts"
 
 
 def socket_of(supervisor_pid: int) -> str:
-    """Return the abstract socket address at which the agent of a supervisor takes questions."""
+    """Return the abstract socket address at which the agent of a supervisor accepts questions."""
     return f"\0phalanx-why-{supervisor_pid}"
 
 
@@ -54,7 +54,7 @@ class _Look:
 
 
 class Questions:
-    """Takes, forwards and answers questions, as part of the agent's loop.
+    """Accepts, forwards and answers questions, as part of the agent's loop.
 
     Args:
         supervisor_pid: Supervisor of the ranks in question.
@@ -69,7 +69,7 @@ class Questions:
         ] = {}  # socket of the user, deadline, nodes that have not answered
         self._looks: list[_Look] = []
         self._num_asked = 0
-        with contextlib.suppress(OSError):  # without a socket, the job runs but takes no questions
+        with contextlib.suppress(OSError):  # without a socket, the job runs but accepts no questions
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             self._listener.bind(socket_of(supervisor_pid))
             self._listener.listen()

@@ -1,4 +1,4 @@
-"""Views and states: who the nodes are, which of them take part in an attempt, and what each reports of itself."""
+"""Views and states: who the nodes are, which of them take part in an attempt, and what each reports about itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.failure.ending import Ending
 from phalanx.wire.messages import between, cropped, require
 
 Key = tuple[int, int]
-"""Identity of a view: the term of the leader that chose it, and its number. A greater key is newer."""
+"""Identity of a view: the term of the leader that chose the view, and the view's number. A greater key is newer."""
 Place = tuple[str, int]
 """Address and port of an agent."""
 NO_VIEW: Key = (0, 0)
@@ -31,17 +31,17 @@ def _address(told: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A node as the others know it. Nodes with the same id are the same node; the other facts may change.
+    """A node as the other nodes know it. Nodes with the same id are the same node; the other facts may change.
 
     Attributes:
-        id: Identifier of the agent's process; a node that is started again has a new one.
+        id: Identifier of the agent's process; a node that is started again has a new identifier.
         host: Hostname, for people.
-        address: Address at which the other nodes reach it.
+        address: Address at which the other nodes reach this node.
         port: Port on which the agent listens.
-        num_ranks: Maximum number of ranks; in a view, the number in its attempt.
-        position: Fixed number of the node (static rendezvous); -1: it has none.
-        label: Label shared by nodes that may be lost together; empty: none.
-        replica_port: Port on which the node takes replicas of snapshots; 0: it takes none.
+        num_ranks: Maximum number of ranks; in a view, the number of ranks in the view's attempt.
+        position: Fixed number of the node (static rendezvous); -1: the number is not fixed.
+        label: Label shared by nodes that may be lost together; empty: the node has no label.
+        replica_port: Port on which the node accepts replicas of snapshots; 0: it accepts no replicas.
     """
 
     id: _Name
@@ -122,9 +122,9 @@ class View:
         members: Nodes, in the order of their ranks.
         attempt: Number of earlier attempts, however they ended.
         restarts: Number of failures so far.
-        cause: Failure of the previous attempt; None: it did not fail.
-        bases: Groups of nodes of the views that may have been the last to start; each group has to agree to this view.
-        places: Addresses and ports of all nodes that have taken part; a restarted node is looked for there.
+        cause: Cause of the previous attempt's failure; None: that attempt did not fail.
+        bases: Groups of the earlier views that may have been the last to start; each group has to agree to this view.
+        places: Addresses and ports of all nodes that have taken part, at which the leader looks for restarted nodes.
         job: Id of the node that proposed the first view of this job.
     """
 
@@ -165,21 +165,22 @@ class State:
 
     Attributes:
         term: Term in which the node has voted.
-        leader: Id of the node that it follows; its own id if it is a candidate or the leader.
-        in_office: Whether it leads with enough votes.
-        key: Key of the newest view that it has accepted.
-        is_settled: Whether it is linked to all nodes of that view, and every linked voter knows the view.
-        is_idle: Whether none of its ranks is running.
-        has_left: Whether it has stopped its ranks in this view because it could not reach all other nodes.
-        is_leaving: Whether it is about to leave the job on purpose.
-        is_done: Whether its ranks have succeeded in this view.
-        failure: Failure of one of its ranks in this view.
-        running: If the node leads: key of the view whose nodes are to train.
-        port: Port that it holds for rank 0, if it is the first node of the view; 0: none yet.
+        leader: Id of the node that this node follows; its own id if it is a candidate or the leader.
+        in_office: Whether the node leads with enough votes.
+        key: Key of the newest view that the node has accepted.
+        is_settled: Whether the node is linked to all nodes of that view, and every linked voter knows the view.
+        is_idle: Whether none of the node's ranks is running.
+        has_left: Whether the node has stopped its ranks in this view because it could not reach all other nodes.
+        is_leaving: Whether the node is about to leave the job on purpose.
+        is_done: Whether the node's ranks have succeeded in this view.
+        failure: Failure of one of the node's ranks in this view.
+        running: Key of the view whose nodes have to train, if the node leads.
+        port: Port that the node holds for rank 0, if it is the first node of the view; 0: it holds no port yet.
         result: End of the job; None: the job has not ended.
-        job: Id of the job of its view.
-        num_ranks: Number of its ranks in the next attempt, unless its `failure` is the cause and gives another number.
-        cause: If the node leads: reason for ending this view's attempt.
+        job: Id of the job to which the node's view belongs.
+        num_ranks: Number of the node's ranks in the next attempt, unless `failure` is the cause and gives another
+            number.
+        cause: Reason for ending this view's attempt, if the node leads.
     """
 
     term: int = -1
@@ -206,11 +207,11 @@ class Rules:
 
     Attributes:
         silence_s: Seconds of silence after which a node is lost.
-        last_call_s: Seconds to wait for more nodes at the start of the job, once the minimum has come.
+        last_call_s: Seconds to wait for more nodes at the start of the job, once the minimum number has joined.
         join_s: Seconds that new nodes wait for the next snapshot; after that, all ranks restart without it.
         has_positions: Whether nodes have fixed numbers.
         spares: Number of nodes beyond the maximum that wait as spares.
-        preempted_s: Seconds for all ranks to end once some have been preempted.
+        preempted_s: Seconds in which all ranks must end, once some ranks have been preempted.
     """
 
     min_nodes: int
@@ -225,7 +226,7 @@ class Rules:
 
 
 def seat(old: Sequence[str], present: Sequence[Node], rules: Rules) -> list[Node]:
-    """Return the nodes of the next view in order: old nodes keep their places, and newcomers fill the gaps.
+    """Return the nodes of the next view, in order: old nodes keep their places, and newcomers fill the gaps.
 
     Args:
         old: Ids of the nodes of the previous view.

@@ -41,7 +41,7 @@ def why_no_majority(view: View, reached: Collection[str], here: Sequence[Node]) 
 
     Args:
         reached: Ids of the nodes of the view that this node can reach.
-        here: This node and those linked to it.
+        here: This node and the nodes linked to it.
     """
     lost = [node.host for node in view.members if node.id not in reached]
     left = [node.host for node in view.members if node.id in reached]

@@ -1,14 +1,14 @@
 """Imports modules ahead of the script, hides them until the script imports them, and then checks the environment.
 
 A module that is imported ahead reads the environment before the script has run, although the script may change it. So
-the process that imports ahead notes which package has read which variables. A rank that is forked from it hides the
-packages. When the script imports one of them, the rank compares the noted values with the present ones, and reports the
-names of variables that differ. Reads by native code can't be noted, so for torch, every variable that matches
-`READ_BY_TORCH` counts as read. This module does not import torch.
+the process that imports ahead records which package has read which variables. A rank that is forked from this process
+hides the packages. When the script imports a hidden package, the rank compares the recorded values with the present
+ones, and reports the names of variables that differ. Reads by native code can't be recorded, so for torch, every
+variable that matches `READ_BY_TORCH` counts as read. This module does not import torch.
 
-``import torch`` also obeys variables of our own (``PHALANX_REPLACE``). They are unset while the forker or a fork server
-imports torch. The rank obeys them later: when its script imports torch, or before it calls the function of
-`phalanx.spawn`.
+``import torch`` also obeys variables of our own (``PHALANX_REPLACE``). These are unset while the forker or a fork
+server imports torch. The rank obeys these variables later: when its script imports torch, or, with `phalanx.spawn`,
+before it calls the user's function.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ READ_BY_TORCH = re.compile(
     """,
     re.VERBOSE,
 )
-"""Variables that ``import torch``, or a library that it loads, may read. Those read only on later use are left out."""
+"""Variables that ``import torch``, or a library that it loads, may read. Variables that are read later are left out."""
 
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
@@ -43,12 +43,12 @@ def relevant(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class Imports:
-    """Record of the top-level packages that this process has imported ahead, and of the variables that they read.
+    """Record of the top-level packages that this process has imported ahead, and of the variables that they have read.
 
     Attributes:
-        read: Value of each variable that a package has read, by package and name; None: it was not set.
-        outer: Packages whose import was still running when a package was imported, by package.
-        readers: Modules whose import was running when a variable was read, by variable.
+        read: Value of each variable that a package has read, by package and name; None: the variable was not set.
+        outer: For each package, the packages whose import was still running when this package was imported.
+        readers: For each variable, the modules whose import was running when the variable was read.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Imports:
 
     @contextlib.contextmanager
     def noted(self, changes: Mapping[str, str | None]) -> Iterator[None]:
-        """Note what is imported within this context.
+        """Record what is imported within this context.
 
         Args:
             changes: Variables to set within the context; None unsets a variable.
@@ -81,7 +81,7 @@ class Imports:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Note that a package is being imported, and leave it to other finders to find it."""
+        """Record that a package is being imported, and leave the import to other finders."""
         if "." not in name and name not in self.outer:
             self.outer[name] = set(map(_package_of, _being_imported(sys._getframe())))
             if name == "torch":
@@ -101,7 +101,7 @@ class Imports:
 
 
 def _being_imported(frame: FrameType | None) -> Iterator[str]:
-    """Yield the modules whose import is running, innermost first, except those of Python itself."""
+    """Yield the modules whose import is running, innermost first, except modules of Python itself."""
     while frame is not None:
         if frame.f_code.co_name == "<module>":
             name = str(frame.f_globals.get("__name__", ""))
@@ -111,13 +111,13 @@ def _being_imported(frame: FrameType | None) -> Iterator[str]:
 
 
 class Hidden:
-    """An import finder that keeps packages out of ``sys.modules`` and restores each when the script imports it.
+    """An import finder that keeps packages out of ``sys.modules``, and restores a package when the script imports it.
 
     Args:
         imports: Record of how the packages were imported.
         keep: Modules that stay in ``sys.modules``.
-        on_return: Function to call when a package is imported, with its name and the variables that have changed since
-            it read them.
+        on_return: Function to call when a package is restored, with the package's name and the variables that have
+            changed since the package read them.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Hidden:
             self._modules.setdefault(_package_of(name), {})[name] = sys.modules.pop(name)
         if self._modules:
             sys.meta_path.insert(0, self)
-            atexit.register(self._bring_back_all)  # the interpreter tears down only what is in sys.modules
+            atexit.register(self._bring_back_all)  # the interpreter tears down only modules in sys.modules
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -146,7 +146,7 @@ class Hidden:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore all modules of the package, and of the packages that were imported while it was being imported."""
+        """Restore all modules of the package, and of the packages whose import was part of its import."""
         name, outer = module.__name__, self._imports.outer
         module.__spec__ = self._specs.pop(name)
         packages = [one for one in self._modules if one == name or name in outer.get(one, ())]
@@ -166,7 +166,7 @@ class Hidden:
 
 
 class Log:
-    """An import finder that notes which modules this rank imports, in which order and in which environment.
+    """An import finder that records which modules this rank imports, in which order and in which environment.
 
     Args:
         given: Variables specific to this rank or attempt.
@@ -182,7 +182,7 @@ class Log:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Note that a module is being imported, and leave it to other finders to find it."""
+        """Record that a module is being imported, and leave the import to other finders."""
         if _env.raw() != self._last:
             self._last = dict(_env.raw())
             now = _env.environment()
@@ -193,9 +193,9 @@ class Log:
         return None
 
     def summary(self, wanted: Collection[str]) -> dict[str, Any]:
-        """Return a record from which `replay` can import the wanted modules in another process as in this one.
+        """Return a record from which `replay` can repeat the imports of the wanted modules in another process.
 
-        Modules imported before the log began come first.
+        Modules that were imported before the log began are first in the record.
         """
         noted = {name for _, modules in self._steps for name in modules}
         before = [name for name in wanted if name not in noted]
@@ -204,11 +204,11 @@ class Log:
 
 
 log: Log | None = None
-"""The log of what this rank imports; None if nobody would read it."""
+"""The log of this rank's imports; None if nobody would read the log."""
 
 
 def begin_log(given: Collection[str]) -> None:
-    """Begin to note what this rank imports; see `Log`."""
+    """Begin to record what this rank imports; see `Log`."""
     global log
     log = Log(given)
 
@@ -216,14 +216,14 @@ def begin_log(given: Collection[str]) -> None:
 def replay(logs: Sequence[Mapping[str, Any]], imports: Imports, left_out: Collection[str]) -> set[str]:
     """Import the modules that the first of several ranks has imported, in the same order and environments.
 
-    Errors are ignored, because the script will run into them itself.
+    Errors are ignored, because the script will run into the same errors itself.
 
     Args:
-        logs: Results of `Log.summary` in each rank.
+        logs: Results of `Log.summary`, one for each rank.
         left_out: Packages not to import.
 
     Returns:
-        Packages to leave out, because they read variables that differ between ranks or import a package that does.
+        Packages to leave out, because they read variables that differ between ranks, or import such a package.
     """
     varying = {name for one in logs for name in one["given"]}
     histories = [_histories(one) for one in logs]

@@ -1,4 +1,4 @@
-"""Descendants of this process: whether they end with their parent, who adopts orphans, and how to kill all of them."""
+"""Descendants of this process: whether they end with their parent, who adopts orphans, and how all are killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SUPERVISORS_SIGNALS = (
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, in whatever way."""
+    """Make the kernel kill this process when its parent ends, in whatever way."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent ended before the line above
         os._exit(128 + signal.SIGKILL)
@@ -37,13 +37,13 @@ def outlive_parent() -> None:
 def hold_signals() -> None:
     """Block the signals that the supervisor obeys, in this process and in programs that it executes.
 
-    Schedulers and service managers may send them to every process of a job.
+    Schedulers and service managers may send these signals to every process of a job.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISORS_SIGNALS)
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Become the parent of every descendant whose own parent ends; with ``adopt=False``, stop doing so."""
+    """Become the parent of every descendant whose own parent ends; with ``adopt=False``, no longer do so."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
@@ -58,7 +58,7 @@ def end_children(keep: Collection[int] = ()) -> None:
     """Kill all descendants of this process; return when none is left, or after `CHILDREN_S` at the latest.
 
     Args:
-        keep: Children that are not killed.
+        keep: Children to spare.
     """
     deadline = time.monotonic() + CHILDREN_S
     while (pids := set(children_of(os.getpid())).difference(keep)) and time.monotonic() < deadline:
@@ -83,7 +83,7 @@ def has_ended(pid: int, limit_s: float = 0.0) -> bool:
 
 
 def reap(pid: int, limit_s: float) -> int | None:
-    """Wait for a child to end and return its wait status; None if it is still alive at the limit, or not our child."""
+    """Wait for a child to end, and return its wait status; None if it is alive after `limit_s`, or not our child."""
     if has_ended(pid, limit_s):
         with contextlib.suppress(ChildProcessError):
             ended, status = os.waitpid(pid, os.WNOHANG)

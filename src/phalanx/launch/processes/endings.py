@@ -1,4 +1,4 @@
-"""Ends this process in the way another has ended. Imports almost nothing, to keep a warm start's client fast."""
+"""Ends this process in the way another process has ended. Imports almost nothing, so that a warm start stays fast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def end_like(code: int) -> NoReturn:
     """End this process with exit code `code`, or by the signal ``-code`` if `code` is negative."""
     if code >= 0:
         os._exit(code)
-    import resource  # not at the top: it is seldom needed
+    import resource  # not at the top, because this line is seldom reached
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # SIGKILL has no handler to reset

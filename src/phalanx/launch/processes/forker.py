@@ -1,26 +1,25 @@
 """The parent of the ranks: forks them, reports their ends, and lets nothing outlive the supervisor.
 
-The forker has one thread and no output of its own, so its forks are as clean as new processes. It takes requests from
-the supervisor over a socket. When that socket closes, however the supervisor ended, the forker kills the ranks and all
-processes that they have started, and exits. It is a child subreaper, and so is each rank: a process whose parent has
-died becomes a child of its rank. Once the rank has died, too, the process becomes a child of the forker, which kills
-it. So no daemon of a rank escapes or outlives the rank. The forker kills what a dead rank has started before it reports
-the rank's end, and does not touch other ranks.
+The forker has one thread and no output of its own, so its forks are as clean as new processes. It receives requests
+from the supervisor over a socket. When that socket closes, however the supervisor ended, the forker kills the ranks and
+all processes that they have started, and exits. The forker is a child subreaper, and so is each rank: a process whose
+parent has died becomes a child of its rank. Once the rank has died, too, the process becomes a child of the forker,
+which kills it. So no daemon of a rank escapes or outlives the rank. Before the forker reports the end of a rank, it
+kills all processes that this rank has started; it does not touch other ranks.
 
-**Ranks are forked inside the user's own interpreter.** The forker is ``python train.py`` itself, stopped before the
-script is opened: a ``sitecustomize`` of ours is first on ``PYTHONPATH``, imports torch, and serves the supervisor's
-requests. A rank is a fork that returns from that hook; the interpreter then goes on and runs the script. The
-alternative is to run the script with `runpy` from a server. But then tracebacks show the frames of `runpy`,
-``__main__`` is a stand-in that multiprocessing's spawn and pickle do not find, and ``-m``, zip files and folders each
-need an imitation of their own.
+**Ranks are forked inside the user's own interpreter.** The forker is ``python train.py`` itself, held before the script
+is opened: a ``sitecustomize`` of ours is first on ``PYTHONPATH``, imports torch, and serves the supervisor's requests.
+A rank is a fork that returns from that hook; the interpreter then continues and runs the script. The alternative is to
+run the script with `runpy` from a server. But then tracebacks would show the frames of `runpy`, multiprocessing's spawn
+and pickle would not find the stand-in for ``__main__``, and ``-m``, zip files and folders would each need an imitation
+of what Python does.
 
 **In some cases a rank executes the command anew instead:**
 
 - with ``--no-preload`` or ``--no-python``;
 - if the user lets OpenMP bind threads to CPUs (``OMP_PLACES`` and the like): OpenMP chooses the CPUs when torch is
-  imported, and all ranks would get the same ones;
-- if threads or a device are in use before the fork, because another module that Python loads at start has begun to use
-  them;
+  imported, and all ranks would get the same CPUs;
+- if threads or a device are in use before the fork, because another module that Python loads when it starts uses them;
 - if the script's folder has a module, such as its own ``json.py``, with the name of a module that torch needs.
 """
 
@@ -59,7 +58,7 @@ from phalanx.launch.processes.descendants import (
 )
 from phalanx.launch.rank import watch_torch
 from phalanx.rendezvous import solo
-from phalanx.wire import messages as _messages  # noqa: F401 here, so that `way_into_script` sees what it imports
+from phalanx.wire import messages as _messages  # noqa: F401 here, so that `way_into_script` sees its imports
 from phalanx.wire.packets import PacketSocket
 
 FD_VARIABLE = "PHALANX_FORKER_FD"
@@ -67,7 +66,7 @@ MODULES_VARIABLE = "PHALANX_FORKER_MODULES"
 SETTINGS_VARIABLE = "PHALANX_FORKER_SETTINGS"
 _libc = ctypes.CDLL(None)  # loaded before any fork
 
-# Modules that ranks share, imported once before the forks. None may start a thread or touch a device.
+# Modules that ranks share, imported once before the forks. No module in this list may start a thread or use a device.
 RANK_MODULES = (
     "torch",
     "torch.distributed",
@@ -86,13 +85,13 @@ def serve(end: socket.socket, begin: Begin, **hello: object) -> None:
     """Obey the supervisor until it closes its end of the socket; return only in a forked rank, after `begin`.
 
     Packets from the supervisor are JSON objects: ``{"start": rank, "environ": ...}`` with the three descriptors of a
-    rank, or ``{"signal": number, "pids": [...], "groups": bool}``, where ``groups`` also signals the processes that
-    those ranks have started. Packets to the supervisor: ``{"ready": true}``, ``{"started": pid, "rank": r}`` and
-    ``{"ended": pid, "status": s}`` with `s` as from ``os.waitpid``.
+    rank, or ``{"signal": number, "pids": [...], "groups": bool}``, where ``groups`` says whether to signal also the
+    processes that those ranks have started. Packets to the supervisor: ``{"ready": true}``, ``{"started": pid, "rank":
+    r}`` and ``{"ended": pid, "status": s}`` with `s` as from ``os.waitpid``.
     """
     adopt_orphans()
     forker_pid, reaper = os.getpid(), os.pidfd_open(os.getppid())
-    outlive_parent()  # from here on, this process must outlive supervisor and reaper to clean up
+    outlive_parent()  # from here on, this process must outlive supervisor and reaper, to clean up
     channel = PacketSocket(end)
     living: dict[int, int] = {}  # pidfd of each rank, by its pid
     channel.send({"ready": True, **hello})
@@ -117,13 +116,13 @@ def serve(end: socket.socket, begin: Begin, **hello: object) -> None:
                     os.close(fd)
                 _become_rank(packet, fds, forker_pid)
                 its.shutdown(socket.SHUT_WR)
-                its.recv(1)  # returns once the supervisor knows of this rank, which must not end before
+                its.recv(1)  # returns once the supervisor knows of this rank; only then may it end
                 its.close()
                 return begin(packet)
             its.close()
             for fd in fds:
                 os.close(fd)
-            ours.recv(1)  # returns when the rank leads a process group that can be signalled, or has died
+            ours.recv(1)  # returns once the rank leads a process group, which can be signalled, or has died
             living[pid] = os.pidfd_open(pid)
             channel.send({"started": pid, "rank": packet["start"]})
             ours.close()
@@ -136,12 +135,12 @@ def serve(end: socket.socket, begin: Begin, **hello: object) -> None:
 
 
 def _bury(channel: PacketSocket, living: dict[int, int], pid: int) -> None:
-    """Reap a rank that has ended, end everything that it has started, and report its end."""
+    """Reap a rank that has ended, kill all processes that it has started, and report its end."""
     # Until waitpid, no other process can get this pid, so the process group with this number is the rank's.
     _signal_group(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     os.close(living.pop(pid))
-    end_children(living)  # kills what had left the rank's group; orphans of living ranks are not our children
+    end_children(living)  # processes that had left the rank's group; living ranks adopt their own
     channel.send({"ended": pid, "status": status})
 
 
@@ -153,9 +152,9 @@ def _signal_group(pid: int, sig: int) -> None:
 def _become_rank(packet: Mapping[str, Any], fds: Sequence[int], forker_pid: int) -> None:
     """Make the forked process a rank: session, streams, CPUs, environment."""
     die_with_parent(forker_pid)
-    adopt_orphans()  # so that daemons of this rank become its children, and end with it
+    adopt_orphans()  # so that daemons of this rank become its children, and end with the rank
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SUPERVISORS_SIGNALS)
-    os.setsid()  # otherwise it could open /dev/tty, and would be stopped for using it in the background
+    os.setsid()  # otherwise it could open /dev/tty; the kernel suspends background processes that use it
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
     for fd in fds:
@@ -175,10 +174,10 @@ def execute(command: Sequence[str]) -> Begin:
     """Return a function that makes a forked rank run `command`."""
 
     def begin(packet: Mapping[str, Any]) -> None:
-        for sig in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored in Python; the program must not inherit that
+        for sig in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these; the program must not inherit that
             signal.signal(sig, signal.SIG_DFL)
         argv = list(command)
-        if packet["argument"]:  # it is inserted right after the script or the module
+        if packet["argument"]:  # insert it right after the script or the module
             argv.insert(3 if command[1] == "-m" else 2, packet["argument"])
         try:
             os.execvp(command[0], argv)
@@ -190,19 +189,19 @@ def execute(command: Sequence[str]) -> Begin:
 
 
 def serve_preloaded(loaded_before: Collection[str]) -> None:
-    """Import what ranks share, and serve the supervisor; return only in a rank, which then goes on into its script.
+    """Import what ranks share, and serve the supervisor; return only in a rank, which then runs its script.
 
-    A rank that could not go on as if nothing had been imported executes the command anew instead.
+    If a rank can't run its script as if nothing had been imported, it executes the command anew instead.
 
     Args:
-        loaded_before: Modules that Python itself loads at start.
+        loaded_before: Modules that Python itself loads when it starts.
     """
     channel = socket.socket(fileno=int(_env.take(FD_VARIABLE)))
     modules = json.loads(_env.take(MODULES_VARIABLE))
     settings = json.loads(_env.take(SETTINGS_VARIABLE))
     try:
         _prepare_and_serve(channel, modules, settings, loaded_before)
-    except BaseException as error:  # Python's site module would ignore it, and run the script in this process
+    except BaseException as error:  # Python's site module would ignore it, and run the script here
         print(f"the process that starts the ranks failed: {error!r}", file=sys.stderr, flush=True)
         os._exit(1)
 
@@ -213,7 +212,7 @@ def _prepare_and_serve(
     settings: Mapping[str, str],
     loaded_before: Collection[str],
 ) -> None:
-    gc.disable()  # during the imports: they leave little garbage, and looking for it takes a sixth of the time
+    gc.disable()  # imports leave little garbage, and looking for it takes a sixth of their time
     imports = Imports()
     trouble = import_shared(imports, settings)
     unfit = set[str]()
@@ -228,7 +227,7 @@ def _prepare_and_serve(
 
 
 def import_shared(imports: Imports, settings: Mapping[str, str]) -> str:
-    """Import what every rank needs; return why that failed, or "".
+    """Import what every rank needs; return why an import failed, or "".
 
     Args:
         settings: Variables that the script sets before it imports torch.
@@ -254,7 +253,7 @@ def _read_json(path: str) -> Any:
 
 
 def has_threads_or_devices() -> bool:
-    """Return whether threads or a device, which a fork would break, are in use; another site hook may use them.
+    """Return whether threads or a device are in use, for example by another site hook; a fork would break them.
 
     OpenBLAS's threads do not count: OpenBLAS ends them before a fork and starts them again afterwards.
     """
@@ -264,7 +263,7 @@ def has_threads_or_devices() -> bool:
 
 
 def _hides_modules_of_the_script(command: Sequence[str], loaded_before: Collection[str]) -> bool:
-    """Whether the script's folder has a module, such as its own json.py, with the name of a module that we imported."""
+    """Whether the script's folder has a module, such as a json.py, with the name of a module that we have imported."""
     if getattr(sys.flags, "safe_path", False):
         return False
     first = command[1]
@@ -300,7 +299,7 @@ def draw_anew() -> None:
 
 
 def _go_on(imports: Imports, loaded_before: Collection[str], packet: Mapping[str, Any]) -> None:
-    """Undo what a rank shares with its siblings only because it was forked."""
+    """Undo what a rank shares with its siblings only because they were forked from one process."""
     _leave_libraries_alone()
     if "torch" in sys.modules:
         obey_launcher()
@@ -308,7 +307,7 @@ def _go_on(imports: Imports, loaded_before: Collection[str], packet: Mapping[str
         watch_torch()
         rank_trial.begin()
     attached.listen()
-    # The script gets a fresh namespace: the collector would never free what a frozen namespace refers to.
+    # The script gets a fresh namespace, because the collector would never free the objects of a frozen one.
     main = type(sys)("__main__")
     main.__dict__.update(sys.modules["__main__"].__dict__)
     if "__annotations__" in main.__dict__:

@@ -1,8 +1,8 @@
-"""The supervisor's view of its forker: starts it, has it start and signal ranks, hears of their ends.
+"""The supervisor's handle for its forker: starts the forker, asks it to start and signal ranks, hears of their ends.
 
-A stopped forker (``pkill -STOP -f train.py``) can neither start nor end ranks, and the whole job would wait for it. So
-the supervisor sends a SIGCONT with every request. If an attempt ends before the forker has imported torch, no rank is
-started at all.
+A suspended forker (``pkill -STOP -f train.py``) can neither start nor end ranks, and the whole job would wait for it.
+So the supervisor sends a SIGCONT with every request. If an attempt ends while its forker is still importing torch, the
+ranks of that attempt are never started.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ _PRELOAD_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "prel
 
 
 class Forker:
-    """Handle of the forker, the parent of all ranks; owns the channel to it and its exit status.
+    """Handle for the forker, the parent of all ranks; owns the channel to the forker, and the forker's exit status.
 
-    The reaper stands between the forker and this process, and kills all ranks if both of them are killed.
+    The reaper is a child of this process and the parent of the forker. It kills all ranks if both this process and the
+    forker are killed.
 
     Args:
         command: Command of a rank.
         environ: Environment of the forker, and of all ranks.
-        preload: Whether `command` is a Python interpreter to be stopped in the site hook and forked there.
+        preload: Whether `command` is a Python interpreter, to be held in the site hook, where ranks are forked.
         output_fd: Descriptor for the forker's own output, such as a warning of ``import torch``.
         descriptors: RLIMIT_NOFILE of a rank, soft and hard.
-        settings: Variables that are set while torch is imported, with `preload`.
-        modules_files: Files in which ranks name further modules to import, with `preload`; see `ahead.replay`.
+        settings: Variables to set while torch is imported; only with `preload`.
+        modules_files: Files in which ranks name further modules to import; only with `preload`; see `ahead.replay`.
         left_out: Packages not to import, even if a rank names them.
-        spare: Process that has imported torch, and becomes the reaper and the forker, with `preload`.
+        spare: Process that has imported torch, and becomes the reaper and the forker; only with `preload`.
 
     Attributes:
         pid: Process id of the forker.
@@ -99,7 +100,7 @@ class Forker:
     def start_rank(
         self, rank: int, environ: Mapping[str, str], fds: Sequence[int], cpus: Sequence[int], argument: str = ""
     ) -> None:
-        """Ask for a rank to be forked; the packet ``{"started": pid, "rank": rank}`` will tell its pid."""
+        """Ask the forker to fork a rank; its packet ``{"started": pid, "rank": rank}`` will report the rank's pid."""
         packet = {
             "start": rank,
             "environ": environ,
@@ -110,7 +111,7 @@ class Forker:
         self._send(packet, fds)
 
     def signal(self, sig: int, pids: Sequence[int], *, groups: bool) -> None:
-        """Send `sig` to ranks, with `groups` also to what they have started; skip ranks that have ended."""
+        """Send `sig` to ranks, with `groups` also to processes that they have started; skip ranks that have ended."""
         self._send({"signal": sig, "pids": list(pids), "groups": groups})
 
     def _send(self, packet: Mapping[str, object], fds: Sequence[int] = ()) -> None:
@@ -118,13 +119,13 @@ class Forker:
         self.go_on()
 
     def go_on(self) -> None:
-        """Send the forker SIGCONT: if somebody has stopped it, it can neither obey nor end."""
+        """Send SIGCONT to the forker: if it is suspended, it can neither obey nor end."""
         if self.channel.alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGCONT)
 
     def status(self) -> int:
-        """Return the forker's wait status. Call this only after the channel has closed: the forker then ends soon."""
+        """Return the forker's wait status. Call this only after the channel has closed, when the forker ends soon."""
         if self._status is None:
             self._status = reap(self.reaper_pid, KILL_S)  # the reaper ends with the forker's status
         return signal.SIGKILL if self._status is None else self._status
@@ -133,7 +134,7 @@ class Forker:
         """End the forker and every process under it; return when all are gone.
 
         Args:
-            keep: Children of this process that stay.
+            keep: Children of this process to spare.
         """
         self.channel.close()
         self.go_on()
@@ -141,7 +142,7 @@ class Forker:
         end_children(keep)  # also ends orphans of a forker that was killed
 
     def kill(self) -> None:
-        """Kill the forker instead of asking it to end: it reads no requests before it has imported everything."""
+        """Kill the forker. While it is still importing, it reads no requests, so it can't be asked to end."""
         if self._status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -173,6 +174,6 @@ def _execute_preloading(
 
 
 def with_hook(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment that makes a Python interpreter stop in our site hook."""
+    """Return the environment in which a Python interpreter runs our site hook before its script."""
     path = environ.get("PYTHONPATH")
     return {**environ, "PYTHONPATH": f"{_PRELOAD_FOLDER}{os.pathsep}{path}" if path else _PRELOAD_FOLDER}

@@ -1,4 +1,4 @@
-"""The forkers of a job: the current one, a standby that is being prepared, and former ones whose ranks live on."""
+"""The forkers of a job: the current one, a standby for the next attempt, and former ones whose ranks are alive."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Serving:
 
 
 class Forkers:
-    """Owns every process that forks ranks.
+    """Owner of every process that forks ranks.
 
     Args:
-        screen: Screen for what a forker prints.
+        screen: Screen for the output of forkers.
         descriptors: RLIMIT_NOFILE of the ranks, soft and hard.
         on_start: Function to call with the rank and the pid of a forked process.
         on_end: Function to call with the pid and the wait status of a forked process that has ended.
@@ -43,7 +43,7 @@ class Forkers:
 
     Attributes:
         environ: Environment of the forker in use, which all its ranks share.
-        keep_list: Children of this process that are not ranks, and stay when ranks are ended.
+        keep_list: Children of this process that are not ranks, and are spared when ranks are killed.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Forkers:
             self._end(before)
 
     def prepare_standby(self, rank_folders: Sequence[str]) -> bool:
-        """Start a standby once the ranks of those folders have noted their imports; return whether to call again."""
+        """Start a standby once the ranks of those folders have recorded their imports; return whether to call again."""
         return self._standby.prepare(self.environ, rank_folders)
 
     @property
@@ -134,7 +134,7 @@ class Forkers:
     def start_rank(
         self, rank: int, environ: Mapping[str, str], fds: Sequence[int], cpus: Sequence[int], argument: str
     ) -> None:
-        """Have the forker in use fork a rank."""
+        """Ask the forker in use to fork a rank."""
         self._current.forker.start_rank(rank, environ, fds, cpus, argument)
 
     def end(self, sig: int, pids: Sequence[int]) -> None:
@@ -145,10 +145,10 @@ class Forkers:
         process groups receive it. SIGKILL always goes to the whole group.
         """
         self.signal(sig, pids, groups=sig == signal.SIGKILL or not self._job.is_python)
-        self.signal(signal.SIGCONT, pids, groups=True)  # a stopped rank could not obey
+        self.signal(signal.SIGCONT, pids, groups=True)  # a suspended rank could not obey
 
     def signal(self, sig: int, pids: Sequence[int], *, groups: bool = False) -> None:
-        """Send `sig` to ranks, with `groups` also to what they have started; skip ranks that have ended."""
+        """Send `sig` to ranks, with `groups` also to processes that they have started; skip ranks that have ended."""
         for serving in (*self._relieved, self._current):
             if own := [pid for pid in pids if pid in serving.pids]:
                 serving.forker.signal(sig, own, groups=groups)
@@ -156,12 +156,12 @@ class Forkers:
                 serving.forker.go_on()  # it may be about to fork one of these ranks
 
     def kill(self) -> None:
-        """Kill all forkers, and so all ranks."""
+        """Kill all forkers, and thereby all ranks."""
         for serving in (*self._relieved, self._current):
             serving.forker.kill()
 
     def close(self) -> None:
-        """End every forker and every process under them; return when all are gone."""
+        """End every forker and all descendants of forkers; return when all are gone."""
         self._standby.drop()
         for serving in (*self._relieved, self._current):
             self._end(serving)

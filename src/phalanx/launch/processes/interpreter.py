@@ -1,10 +1,10 @@
 """Makes this interpreter run a script or module other than the one that it was started with.
 
 A warm process is a Python process that waits in the site hook, before it opens its script. CPython keeps the name of
-the script in a ``PyConfig``. This module changes the name there, with the functions that embedders use, so the
-interpreter itself makes ``__main__``, ``sys.path`` and tracebacks; `runpy` would show in every traceback. The layout of
-``PyConfig`` differs between versions, so its members are found by their contents, and read back by name after each
-change. If that fails, this Python gets no warm start.
+the script in a ``PyConfig``. This module changes the name there, with the functions that embedders use. So the
+interpreter itself makes ``__main__``, ``sys.path`` and tracebacks; `runpy` would appear in every traceback. The layout
+of ``PyConfig`` differs between versions, so its members are found by their contents, and read back by name after each
+change. If this fails, there are no warm starts with this Python.
 
 Source: PEP 587; ``pymain_run_python`` in CPython's ``Modules/main.c``; PR_SET_MM_MAP in prctl(2).
 """
@@ -39,10 +39,10 @@ class _Status(ctypes.Structure):
 
 
 class Interpreter:
-    """Interpreter of this process, started as ``python NAME`` without arguments and still in its site hook.
+    """Interpreter of this process, which was started as ``python NAME`` without arguments and waits in the site hook.
 
     Raises:
-        RuntimeError: Its configuration is not laid out as expected.
+        RuntimeError: The interpreter's configuration is not laid out as expected.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Interpreter:
             raise RuntimeError("this Python does not tell its configuration")
 
     def will_run(self, command: Sequence[str]) -> None:
-        """Make the interpreter go on as if it had been started with `command`.
+        """Make the interpreter continue as if it had been started with `command`.
 
         Raises:
             RuntimeError: The change did not take effect.
@@ -91,7 +91,7 @@ class Interpreter:
 
 
 def _absolute(path: str) -> str:
-    """Return the path of a script as CPython makes it absolute, without normalising it."""
+    """Return a script's absolute path as CPython computes it: not normalised."""
     return path if os.path.isabs(path) else f"{os.getcwd()}/{path}"
 
 
@@ -120,18 +120,18 @@ def _pointer_at(address: int) -> int:
 
 
 def _text_at(address: int, length: int) -> str:
-    """Return the wide string of that length at an address; empty if there is none."""
+    """Return the wide string of that length at an address; empty if there is no such string."""
     size = ctypes.sizeof(ctypes.c_wchar)
     data = _read(address, (length + 1) * size) if address else b""
     text = data.decode(f"utf-32-{sys.byteorder[0]}e", "replace")
     return text[:-1] if len(text) == length + 1 and text[-1] == "\0" else ""
 
 
-_shown_command_line: mmap.mmap | None = None  # kept alive, because the kernel reads it as long as this process lives
+_shown_command_line: mmap.mmap | None = None  # kept alive: the kernel reads it as long as this process lives
 
 
 def show_command_line(command_line: bytes) -> None:
-    """Make ``ps`` and ``pkill -f`` see another command line of this process, if the kernel allows it."""
+    """Change the command line that ``ps`` and ``pkill -f`` see for this process, if the kernel allows it."""
     global _shown_command_line
     stat = stat_fields()
     _libc.sbrk.restype = ctypes.c_void_p

@@ -1,4 +1,4 @@
-"""Notes which modules a rank has imported when it begins to train, so that a standby imports them before a restart."""
+"""Records which modules a rank has imported by its first step, so that a standby imports them before a restart."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MODULES = "modules.json"
 
 
 def modules_file(rank_folder: str) -> str:
-    """Return the file in which the rank of that folder notes what it has imported."""
+    """Return the path of the file in which the rank of that folder records its imports."""
     return os.path.abspath(os.path.join(rank_folder, _MODULES))
 
 
 def note_modules() -> None:
-    """Tell the supervisor which installed modules this rank has imported, and how. Call this once the rank trains.
+    """Tell the supervisor which installed modules this rank has imported, and how. Call this once the rank is training.
 
     This does nothing outside ``phalanx run``, if no restart is allowed, or without preloading.
     """
@@ -32,7 +32,7 @@ def note_modules() -> None:
     names = []
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
-        is_ours = name.partition(".")[0] == "phalanx"  # left out: our modules hold state of this rank and attempt
+        is_ours = name.partition(".")[0] == "phalanx"  # left out, as our modules hold state of this rank and attempt
         if spec is not None and spec.name == name and str(spec.origin).startswith(places) and not is_ours:
             names.append(name)
     path = modules_file(folder)

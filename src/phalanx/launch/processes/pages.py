@@ -1,13 +1,13 @@
 """Keeps memory shared between a process and its forks, and makes forking it cheap.
 
-Imported modules are hidden from the garbage collector (`gc.freeze`), so that their pages stay shared and the
-interpreter does not visit them when it ends; unfreezing them at the end cost 0.3 s per rank. Each rank gets a new
-``__main__``, because the collector would never finalise what a frozen one holds.
+Imported modules are hidden from the garbage collector (`gc.freeze`), so that their pages stay shared, and so that the
+interpreter does not visit the modules when it ends; unfreezing them at the end took 0.3 s per rank. Each rank gets a
+new ``__main__``, because the collector would never finalise the objects of a frozen one.
 
-A process that forks often (the servers of `phalanx.testing` and ``--fast-ranks``, pytest with our mark, a warm process)
-has its memory collapsed into huge pages: copying and freeing the page table of 70,000 pages takes a third of the time
-of a test with two ranks. Collapsing takes memory for the unused parts of huge pages, so it is done only if these parts
-are at most a quarter of the memory that is left, and for at most a second.
+If a process forks often (the servers of `phalanx.testing` and ``--fast-ranks``, pytest with our mark, a warm process),
+its memory is collapsed into huge pages, because copying and freeing the page table of 70,000 pages takes a third of the
+time of a test with two ranks. Huge pages occupy memory even for their unused parts. So memory is collapsed only if
+these parts are at most a quarter of the free memory, and for at most a second.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from phalanx.host.cgroups import known_memory
 
 _MADV_COLLAPSE = 25  # since Linux 6.1
 _HUGE_BYTES, _PIECE_BYTES = 2 << 20, 64 << 20
-_LEAST_USED = 3 / 4  # fraction of a range that must be used for huge pages to be worthwhile
-_MOST_OF_ROOM = 1 / 4  # fraction of the memory left that their unused parts may take
-_FIRST_FORKS, _NEXT_FORKS = 16, 32  # memory is collapsed after this many forks, then after every this many more
-_LONG_S = 1.0  # collapsing is given up if it takes longer: much memory, or none free in one piece
+_LEAST_USED = 3 / 4  # huge pages are worthwhile if at least this fraction of a range is used
+_MOST_OF_ROOM = 1 / 4  # the unused parts of huge pages may take at most this fraction of the free memory
+_FIRST_FORKS, _NEXT_FORKS = 16, 32  # memory is collapsed after 16 forks, and again after every 32 more
+_LONG_S = 1.0  # collapsing stops for good if it takes longer: too much memory, or too little of it contiguous
 
 
 def share_pages() -> None:
-    """Have all processes that this one forks share what it has imported, and make the forks cheap.
+    """Freeze all objects, so that later forks share their pages, and install a fork hook that makes the forks cheap.
 
-    Otherwise a garbage collection in a fork would touch, and so copy, every page, which takes a third of a second. Do
-    not call this in a process whose signal handlers raise: Python prints an exception in a fork hook and drops it.
+    Without the freeze, a garbage collection in a fork would touch, and so copy, every page, which takes a third of a
+    second. The hook calls `fork_cheaply`. Do not call this function in a process whose signal handlers raise: Python
+    prints an exception in a fork hook and drops it.
     """
     global _sharing
     gc.freeze()
@@ -44,16 +45,19 @@ def share_pages() -> None:
     _sharing = os.getpid()
 
 
-_sharing = 0  # pid of the process that shares its pages; its forks inherit the hook, and must not run it
+_sharing = 0  # pid of the process that shares its pages; its forks inherit the hook, but must not run it
 _forks = (0, 0)  # pid of the process whose forks are counted, and their number
 
 
 def fork_cheaply(num_forks: int) -> None:
-    """Collapse this process's memory into huge pages before it forks, once that pays and if the kernel allows it.
+    """Collapse this process's memory into huge pages before it forks, if it forks often and the kernel allows it.
 
-    A fork copies the page table, and the end of the fork frees it. Together, this takes some 20 ms for the 70,000 pages
-    of torch, and 5 ms with huge pages. Collapsing takes 0.2 to 0.6 s. It is repeated after more forks, for the pages
-    that were written since, and then takes part of that time.
+    A fork copies the page table, and the copy is freed when the forked process ends. Together, this takes some 20 ms
+    for the 70,000 pages of torch, and 5 ms with huge pages. Collapsing takes 0.2 to 0.6 s. It is repeated after more
+    forks, for the pages that were written in the meantime, and is then faster.
+
+    Args:
+        num_forks: Number of forks that are about to follow.
     """
     global _forks
     before = _forks[1] if _forks[0] == os.getpid() else 0
@@ -87,7 +91,7 @@ def _collapse() -> None:
 
 
 def _own_memory() -> Iterator[tuple[int, int, int]]:
-    """Yield begin, end and unused bytes of each nearly full range of this process that can be whole huge pages."""
+    """Yield, for each nearly full memory range of this process, its part in whole huge pages and its unused bytes."""
     is_own = False
     with open("/proc/self/smaps") as file:
         for line in file:

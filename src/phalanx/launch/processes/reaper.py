@@ -1,20 +1,22 @@
-"""The parent of a forker: kills everything that the forker has started, once the supervisor or the forker is gone.
+"""The parent of a forker: kills all processes that the forker has started, once the supervisor or the forker is gone.
 
-Supervisor, reaper and forker watch each other: if one or two of the three are killed, a survivor ends the job. The
-survivor learns of the others' end from the supervisor's socket, from the kernel (PDEATHSIG) or from a pidfd. Each of
-the three is a subreaper and each rank leads a session, so every process under the forker has a living ancestor that
-kills it. When the supervisor is gone, the forker has six seconds to end the ranks by itself before the reaper kills it.
-If the reaper killed it at once and were itself killed in the next millisecond, nobody would be left to end the ranks.
+Supervisor, reaper and forker watch each other: if one or two of the three are killed, a survivor ends the job. A
+survivor learns of the end of the others from the supervisor's socket, from the kernel (PDEATHSIG) or from a pidfd. Each
+of the three is a subreaper and each rank leads a session, so every process under the forker has a living ancestor that
+kills it. When the supervisor is gone, the forker has six seconds to end the ranks on its own before the reaper kills
+the forker. If the reaper killed the forker at once and were itself killed in the next millisecond, nobody would be left
+to end the ranks.
 
-The reaper does nothing else. It has a name and a command line of its own, because people kill a job by name (``pkill
--9 -f train.py``), and would otherwise kill all three at once. If all three are killed, processes that ranks have
+The reaper does nothing else. It has a name and a command line of its own, because people kill a job by name (``pkill -9
+-f train.py``), and would otherwise kill all three processes at once. If all three are killed, processes that ranks have
 started stay alive, unless the whole cgroup was killed.
 
 The fork server of `phalanx.spawn` has a reaper, too: the first module that the server imports forks. The child becomes
 the server, and the process that multiprocessing started becomes the reaper. A server serves all calls of a script, so
 processes that ranks leave behind are killed only when the script ends, in whatever way. Reaper and server are in a
-process group of their own, because ``timeout -k`` and shells kill by group. The server runs multiprocessing's loop, and
-can't do all that a forker does: if the reaper alone is killed, the ranks end, but their daemons stay.
+process group of their own, because ``timeout -k`` and shells kill the whole process group of the script. The server
+runs multiprocessing's loop, and can't do all that a forker does: if the reaper alone is killed, the ranks end, but
+their daemons stay.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def fork_forker(supervisor_pid: int, told: int) -> None:
     """
     supervisor, forker_pid = _fork_below(supervisor_pid)
     if forker_pid == 0:
-        os.write(told, b"%d" % os.getpid())  # told before the forker prints anything
+        os.write(told, b"%d" % os.getpid())  # before the forker prints anything
         os.close(told)
         return
     _close_all_but(supervisor)
@@ -61,8 +63,8 @@ def fork_forker(supervisor_pid: int, told: int) -> None:
 def fork_server() -> None:
     """Return in the fork server, a child of this process; this process becomes its reaper and does not return.
 
-    The server adopts processes that ranks leave behind, and reaps them. They are not ended while the spawning process
-    lives: here, a daemon may outlive its rank.
+    The server adopts processes that ranks leave behind, and reaps them when they end. It does not kill them while the
+    spawning process lives: here, a daemon may outlive its rank.
     """
     os.setpgid(0, 0)  # out of the process group of the spawning process, which may be killed as a group
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -77,13 +79,13 @@ def fork_server() -> None:
 
 
 def _close_all_but(descriptor: int) -> None:
-    """Close all inherited descriptors but one: a copy of a socket would hide from its peer that the owner is gone."""
+    """Close all inherited descriptors but one; with a copy of a socket, we would hide the owner's end from the peer."""
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
 
 
 def _fork_below(parent_pid: int) -> tuple[int, int]:
-    """Become a subreaper and fork; return a pidfd of the parent and what ``os.fork`` returned."""
+    """Become a subreaper and fork; return a pidfd of the parent, and the result of ``os.fork``."""
     reaper_pid = os.getpid()
     parent = os.pidfd_open(parent_pid)
     if os.getppid() != parent_pid:  # the parent ended before the line above
@@ -102,7 +104,7 @@ def _keep(parent: int, pid: int, patience_s: float = 0.0) -> NoReturn:
 
     Args:
         patience_s: Seconds that the child gets, after the parent's end, to end its descendants itself. If this process
-            killed it at once and were killed next, nobody would be left to end them.
+            killed the child at once and were killed next, nobody would be left to end the descendants.
     """
     _take_name()
     child = os.pidfd_open(pid)
@@ -118,7 +120,7 @@ def _keep(parent: int, pid: int, patience_s: float = 0.0) -> NoReturn:
 
 
 def _take_name() -> None:
-    """Give this process a name and a command line of its own, because users kill jobs by their names."""
+    """Give this process its own name and command line, so that `pkill -f train.py` does not kill it with the job."""
     _libc.prctl(_PR_SET_NAME, NAME.encode())
     with contextlib.suppress(OSError):
         fields = stat_fields()

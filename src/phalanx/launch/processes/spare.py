@@ -1,8 +1,8 @@
 """The process that becomes the reaper and the forker of a warm job.
 
-A rank goes on into its script by returning from the site hook. If the forker were forked within the supervisor, ranks
-would have to return through the supervisor's own calls. So a process is forked before the supervisor begins, and turns
-into reaper and forker when the supervisor asks.
+A rank reaches its script by returning from the site hook. If the supervisor itself forked the forker, ranks would have
+to return through the supervisor's own calls. So a process is forked before the supervisor begins, and becomes reaper
+and forker when the supervisor asks for it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Loaded:
     """State that a warm process passes on to its jobs.
 
     Attributes:
-        interpreter: Interpreter of the process, which can go on into any script.
+        interpreter: Interpreter of the process, which can still be made to run any script.
         environ: Environment with which it has imported torch.
-        imports: Record of what it has imported.
-        before: Modules that Python itself had loaded at start.
-        shared: Modules that ranks keep; all others belong to the supervisor.
-        words: Output of its imports.
-        tell: Pipe through which a job tells the warm process how long to stay, as a C double.
+        imports: Record of the modules that the process has imported.
+        before: Modules that Python itself had loaded when it started.
+        shared: Modules that ranks keep; all other modules belong to the supervisor.
+        words: Output of the imports, which each job prints.
+        tell: Pipe through which a job tells the warm process how many seconds to stay, as a C double.
     """
 
     interpreter: Interpreter
@@ -49,11 +49,11 @@ class Loaded:
 
 
 class Spare:
-    """The supervisor's handle of the process that `fork_spare` has forked.
+    """The supervisor's handle for the process that `fork_spare` has forked.
 
     Attributes:
-        pid: Process id; it is a child of this process.
-        client_pid: Process that stands for the job at the terminal.
+        pid: Process id of that process, which is a child of the supervisor.
+        client_pid: Process id of the client, which stands for the job at the terminal.
     """
 
     def __init__(self, pid: int, client_pid: int, channel: PacketSocket) -> None:
@@ -65,14 +65,15 @@ class Spare:
         """Turn the process into the reaper of a forker that runs `command`.
 
         Args:
-            fds: Channel of the forker, pipe through which the supervisor learns its pid, descriptor for its output.
+            fds: Three descriptors: the forker's channel, the pipe through which the supervisor learns the forker's pid,
+                and the forker's output.
         """
         self._channel.send([list(command), dict(environ)], fds)
         self._channel.close()
 
 
 def fork_spare(loaded: Loaded, client_pid: int) -> Spare | None:
-    """Return the spare, a child of this process; return None in its ranks, which continue into their script."""
+    """Return the spare, a child of this process; return None in the ranks, which then run their script."""
     supervisor_pid = os.getpid()
     ours, theirs = PacketSocket.pair()
     pid = os.fork()
@@ -111,7 +112,10 @@ def _become_forker(channel: PacketSocket, loaded: Loaded, supervisor_pid: int) -
 
 
 def forget_all_but(shared: Collection[str]) -> None:
-    """Make this process look as if it had imported only `shared`: the script may have modules named like the others."""
+    """Forget every imported module that is not in `shared`.
+
+    Otherwise, if the script has a module of the same name, the script would get ours.
+    """
     for name in set(sys.modules).difference(shared):
         module = sys.modules.pop(name)
         for path in getattr(module, "__path__", ()):
@@ -129,8 +133,8 @@ def forget_all_but(shared: Collection[str]) -> None:
 def _draw_anew() -> None:
     """Redo what modules did once at import, such as seeding; otherwise all jobs of a warm process share the result.
 
-    This is not needed for ``tempfile``, which seeds in each process, or ``uuid`` and ``secrets``, which use the
-    kernel's numbers.
+    This is not needed for ``tempfile``, which reseeds itself in each process, or for ``uuid`` and ``secrets``, which
+    use the kernel's random numbers.
     """
     draw_anew()
     if "multiprocessing.process" in sys.modules:

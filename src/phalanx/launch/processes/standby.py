@@ -1,10 +1,10 @@
-"""A second forker, prepared while the ranks run: it has imported what their script imports, so a restart is fast.
+"""A second forker, prepared while the ranks run: it has imported what the script imports, so a restart is fast.
 
-The first forker knows nothing of the script. If restarts are allowed, each rank notes after its first step which
-modules of the standard library and of installed packages it has imported, and in which environment. The next attempt is
-forked from a process that has imported these modules, too. Modules of the user's own folder are never imported ahead,
-and packages that read variables which differ between ranks or attempts are left to the ranks. The standby takes some
-seconds of one core, once.
+The first forker does not know what the script imports. If restarts are allowed, each rank records after its first step
+which modules of the standard library and of installed packages it has imported, and in which environment. The next
+attempt is forked from a process that has imported these modules, too. Modules of the user's own folder are never
+imported ahead. Nor are packages that read variables with different values in different ranks or attempts; each rank
+imports these itself. Preparing the standby takes one core some seconds, once.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from phalanx.launch.screen.ranks import Output
 
 
 class Standby:
-    """At most one forker that is ready, or getting ready.
+    """Holder of at most one forker that is ready, or is getting ready.
 
     Args:
         screen: Screen of the launcher; the standby's output is not shown on it.
         log: Path of the standby's log.
-        descriptors: RLIMIT_NOFILE of its ranks, soft and hard.
+        descriptors: RLIMIT_NOFILE of the ranks, soft and hard.
     """
 
     def __init__(self, job: Job, events: EventLoop, screen: Screen, log: str, descriptors: tuple[int, int]) -> None:
@@ -37,17 +37,17 @@ class Standby:
         self._log = log
         self._descriptors = descriptors
         self._forker: Forker | None = None
-        self._is_ready = False  # whether it has imported everything, so that its forks can continue as ranks
-        self._environ: Mapping[str, str] = {}  # environment of the ranks to come
+        self._is_ready = False  # whether the forker has imported everything, so that its forks can be ranks
+        self._environ: Mapping[str, str] = {}  # environment of the ranks of the next attempt
         self._files: Sequence[str] = ()  # files that name the modules to import
         self._left_out: tuple[str, ...] = ()  # packages not to import
         self._last_folder = ""  # folder of the first rank at the last try
         self._has_relieved = False
 
     def prepare(self, environ: Mapping[str, str], rank_folders: Sequence[str]) -> bool:
-        """Start a standby that imports what the ranks of those folders have noted; return whether to call again.
+        """Start a standby that imports what the ranks of those folders have recorded; return whether to call again.
 
-        Call it now and then while the ranks run, until it returns False.
+        Call this now and then while the ranks run, until it returns False.
         """
         job = self._job
         if not (job.preload and job.max_restarts) or job.max_nodes > 1 or self._has_relieved:
@@ -61,11 +61,11 @@ class Standby:
         return True
 
     def _start(self, environ: Mapping[str, str], files: Sequence[str]) -> None:
-        with contextlib.suppress(OSError):  # without a process or a descriptor for it, restarts are slower
+        with contextlib.suppress(OSError):  # no process or descriptor is left: restarts are slower
             self._start_importing(environ, files)
 
     def _start_importing(self, environ: Mapping[str, str], files: Sequence[str]) -> None:
-        # Its output is not shown: the ranks have already printed what these imports print.
+        # The standby's output is not shown, because the ranks have already printed what these imports print.
         self._output = Output(self._screen, b"", self._log, live=False, shown=False)
         forker = Forker(
             self._job.command,
@@ -108,12 +108,12 @@ class Standby:
             self._events.close_output(self._output)
 
     def start_over(self) -> None:
-        """Prepare another standby, because the job's forker was replaced and this one does not fit it."""
+        """Allow another standby, because the job's forker was replaced and the present standby no longer fits it."""
         self.drop()
         self._has_relieved = False
 
     def hand_over(self, environ: Mapping[str, str]) -> tuple[Forker, Output] | None:
-        """Return the standby's forker and give it up, if it is ready and its ranks would have that environment."""
+        """Hand over the standby's forker, with its output; None if it is not ready, or its environment is another."""
         forker = self._forker
         if forker is None or not (self._is_ready and forker.channel.alive and self._environ == environ):
             return None

@@ -1,4 +1,4 @@
-"""The replicator: a process that copies this node's snapshots into other nodes' memory, and keeps copies of theirs.
+"""The replicator: a process that sends copies of this node's snapshots to other nodes, and keeps copies that they send.
 
-It runs beside the supervisor. Start with `replicator`. Nothing here knows what a snapshot holds.
+The replicator runs beside the supervisor. Start with `replicator`. Nothing here depends on the contents of a snapshot.
 """

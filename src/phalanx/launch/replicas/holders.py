@@ -1,12 +1,12 @@
 """Chooses the other nodes that keep each node's snapshots.
 
 A failure domain is the set of nodes with the same ``--host-label``; without a label, each host is a domain. A node's
-snapshots are held by a node of the next failure domain in the view's order: the one with the same number within its
+snapshots are held by a node of the next failure domain in the view's order: the node with the same number within its
 domain. If domains are equally large, each node holds the snapshots of one other node. A node that refuses, for lack of
 memory, is passed over. So is a node that does not confirm an offer within 5 s. A connection alone proves nothing: the
-kernel accepts it even for a process that has been stopped, or has not been restarted yet. A node that failed is asked
-again after pauses that double. A snapshot is left with fewer replicas once every holder has refused, or has failed
-three times.
+kernel accepts it even if the process is suspended, or has ended and has not been restarted yet. A node that failed is
+asked again after pauses that double. A snapshot is left with fewer replicas once every holder has refused, or has
+failed three times.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _MORE = 4  # further nodes to ask when the first ones refuse
 def holders_of(members: Sequence[Node], me: Node, num_replicas: int) -> list[Node]:
     """Return the nodes to ask to keep a node's replicas, best first.
 
-    Nodes of other failure domains come first, one of each domain before a second of any. If domains are equally large,
-    all nodes keep equally many replicas.
+    Nodes of other failure domains come first: one node of each domain, then a second node of each, and so on. If
+    domains are equally large, all nodes keep equally many replicas.
 
     Args:
         members: Nodes of a view, in its order.
@@ -44,7 +44,7 @@ def holders_of(members: Sequence[Node], me: Node, num_replicas: int) -> list[Nod
 
 
 def told_of(members: Sequence[Node], me: Node, num_replicas: int) -> dict[str, Any]:
-    """Return what the replicator has to know about a view, as a table for JSON."""
+    """Return the facts about a view that the replicator needs, as a table for JSON."""
     holders = holders_of(members, me, num_replicas)
     return {
         "me": me.id,

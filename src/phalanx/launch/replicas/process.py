@@ -1,6 +1,6 @@
-"""The supervisor's handle for the process that copies a node's snapshots to other nodes, and keeps theirs.
+"""The supervisor's handle for the replicator, which copies this node's snapshots to other nodes and keeps theirs.
 
-It is a process of its own, so that neither the supervisor nor the agent ever waits for a large copy.
+The replicator is a process of its own, so that neither the supervisor nor the agent ever waits for a large copy.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from phalanx.wire.packets import PacketSocket
 
 # Not started with -m, which would let a json.py in the current folder shadow the standard library's.
 _RUN = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.replicas.replicator import main; main()"
-_FIRST_PAUSE_S = 0.5  # pause before the first restart; each later one is twice as long
+_FIRST_PAUSE_S = 0.5  # pause before the first restart; each later pause is twice as long
 _MOST_PAUSE_S = 60.0
 
 
 class Replicas:
-    """The process that keeps this node's snapshots on other nodes, and theirs here.
+    """The replicator of this node.
 
-    If it ends, it is started again, after a pause that doubles each time. Meanwhile the newest snapshot that has
-    replicas is kept, here and on the other nodes.
+    If the replicator ends, it is started again, after a pause that doubles each time. During the pause, the newest
+    snapshot that has replicas is kept, here and on the other nodes.
 
     Args:
         events: Loop of the supervisor.
         say: Function that shows a line.
         snapshots_fd: Memory of the snapshots.
-        num_replicas: Number of other nodes that are to have a copy of each snapshot.
-        keep_list: Children of the supervisor that stay when ranks are ended; this class adds the replicator.
+        num_replicas: Number of other nodes that should have a copy of each snapshot.
+        keep_list: Children of the supervisor that are spared when ranks are killed; this class adds the replicator.
 
     Attributes:
         pid: Process id of the replicator.
-        port: Port on which it receives from other nodes.
+        port: Port on which the replicator receives snapshots from other nodes.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Replicas:
             self._channel.send(self._view)
 
     def follow(self, view: Mapping[str, Any]) -> None:
-        """Tell the process which nodes keep this node's snapshots from now on; `view` comes from `holders.told_of`."""
+        """Tell the replicator which nodes keep this node's snapshots from now on; `holders.told_of` returns `view`."""
         self._view = view
         self._channel.send(view)
 
@@ -99,6 +99,6 @@ class Replicas:
         self._keep_list.remove(self.pid)
 
     def close(self) -> None:
-        """End the process."""
+        """End the replicator."""
         self._end()
         self._listener.close()

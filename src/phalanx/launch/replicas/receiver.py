@@ -2,7 +2,7 @@
 
 Strangers can reach the port. So a message must be complete within 20 s, a sender that is refused is disconnected, and
 if descriptors run out, the listener pauses between two tries. Other nodes may know this node's id before the receiver
-does; their offers wait until then.
+knows it; their offers wait until then.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from phalanx.host.spare_memory import shortage
 from phalanx.launch.deadlines import REPLICA_NAMED_S
 from phalanx.launch.replicas.wire import PIECE, TAKEN, Wire
 
-_MOST_HOSTS = 256  # hosts that may send at the same time
-_MOST_IMAGES = 4096  # images of one host
+_MOST_HOSTS = 256  # limit for the hosts that send at the same time
+_MOST_IMAGES = 4096  # limit for the images of one host
 _AGAIN_S = 0.2
 
 
 class _Offer(NamedTuple):
-    """A snapshot that another host asks this one to keep."""
+    """A snapshot that another host asks this host to keep."""
 
     heads: tuple[Head, ...]
     numbers: tuple[int, ...]
@@ -92,7 +92,7 @@ class Receiver:
                 told = wire.hear(waits=True)
 
     def _take(self, wire: Wire, told: Mapping[str, Any]) -> bool:
-        """Keep the snapshot that is offered, or answer why not; return whether another offer may follow."""
+        """Receive and keep the offered snapshot, or answer why not; return whether another offer may follow."""
         offsets: list[int] = []
         began_s = time.thread_time()
         try:
@@ -129,10 +129,10 @@ class Receiver:
         """Return the offer in a message.
 
         Raises:
-            ValueError, TypeError, KeyError: It is not an offer of a node of this job.
-            _Refusal: It is meant for another node.
+            ValueError, TypeError, KeyError: The message is not an offer of a node of this job.
+            _Refusal: The message is meant for another node.
         """
-        if not self._is_known.wait(REPLICA_NAMED_S):  # other nodes may know this node's id before its replicator does
+        if not self._is_known.wait(REPLICA_NAMED_S):  # other nodes may know it before this replicator does
             raise ValueError("nobody knows this node")
         if told["run_id"] != self._run_id or told["holder"] != self.me:
             raise _Refusal("another node is there")
@@ -153,7 +153,7 @@ class Receiver:
     # ------------------------------------------------------------ memory
 
     def _has(self, offer: _Offer) -> bool:
-        """Return whether the whole snapshot is already here. Then it is left alone, because ranks may be loading it."""
+        """Return whether the whole snapshot is already here. It must then be left alone: ranks may be loading it."""
         return all(
             any(layout.head_at(self._fd, layout.region_of_others(number, slot)) == head for slot in range(FETCHED_SLOT))
             for number, head in zip(offer.numbers, offer.heads, strict=True)
@@ -187,7 +187,7 @@ class Receiver:
         return offsets
 
     def _choose(self, number: int, safe: tuple[int, int]) -> int:
-        """Return the region to overwrite with an image: the older of its two, but never that of the safe snapshot."""
+        """Return the older of an image's two regions, which may be overwritten, but never one of the safe snapshot."""
         found = []
         for slot in range(FETCHED_SLOT):
             offset = layout.region_of_others(number, slot)
@@ -225,7 +225,7 @@ def _counts(numbers: Sequence[Any]) -> list[int]:
     """Return counts that another host has sent.
 
     Raises:
-        ValueError: They are not all counts.
+        ValueError: Not all of them are counts.
     """
     if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
         raise ValueError("no counts")

@@ -1,21 +1,22 @@
 """Copies this host's snapshots into other hosts' memory, and keeps theirs in this host's memory. Imports no torch.
 
-The supervisor starts one such process per host, at the lowest priority. It is a process of its own because the agent's
-heartbeats must not wait, and the ranks' group is busy with training. One thread sends; for each host that sends to this
-one, one thread receives. Images are sent from the memfd of the snapshots with `sendfile`, and the other host's
-replicator receives them into its own memfd.
+The supervisor starts one replicator per host, at the lowest priority. The replicator is a process of its own because
+the agent's heartbeats must not wait for copies, and because the ranks' group is busy with training. One thread sends;
+for each host that sends to this one, one thread receives. Images are sent from the memfd of the snapshots with
+`sendfile`, and the other host's replicator receives them into its own memfd.
 
-The protocol runs over TCP. An **offer** (a line of JSON) says which images are to come, and which snapshot must not be
-overwritten for them. The holder confirms at once that it has heard the offer. When it has made room, it answers that
-the images may come, or why not. The images follow in pieces, each preceded by its length and answered by a byte.
-`sendfile` does not copy: if a rank writes into a page before its piece has been answered, the new bytes may be sent. So
-at the end the sender checks that no rank has written into the images, and only then has the holder mark them as whole.
+The protocol runs over TCP. An **offer** (a line of JSON) says which images will follow, and which snapshot the holder
+must not overwrite with them. The holder confirms at once that it has received the offer. When it has made room, it
+answers that it is ready for the images; otherwise it answers why not. The images follow in pieces, each preceded by its
+length and answered by a byte. `sendfile` does not copy: if a rank writes into a page before its piece has been
+answered, the new bytes may be sent. So at the end the sender checks that no rank has written into the images, and only
+then tells the holder to mark them as whole.
 
 **Training goes first.** A piece has as many bytes as the link carries in 4 ms (8 KiB at least), and is answered before
 the next piece is sent. So a message of the ranks never waits behind more than one piece. After each piece, the link is
 left alone for as long as the piece took. A rate limit (SO_MAX_PACING_RATE) would need a number that nobody knows. After
-a copy, the process rests until copying has cost 1 % of the processors' time on average. Training loses some three times
-as much, because that time includes neither the kernel's work for the link nor the effect of colder caches.
+a copy, the process rests until copying has cost 1 % of the processors' time on average. Training loses about three
+times as much, because this 1 % includes neither the kernel's work for the link nor the effect of colder caches.
 
 **If the replicator dies,** the supervisor starts it again after a pause that doubles each time. The new process waits
 out the pause itself, so the supervisor needs no timer. The supervisor keeps the listener open, so the port that other
@@ -46,16 +47,16 @@ from phalanx.wire.packets import PacketSocket
 
 _LOOK_S = 0.05
 _AGAIN_S, _MOST_AGAIN_S = 1.0, 60.0  # first and longest pause before a holder that failed is asked again
-_SAID_FAILURES = 2  # failures in a row until a line says so; one alone may be the loss of a host, reported elsewhere
-_MOST_FAILURES = 3  # failures of each holder after which a snapshot is left with fewer replicas
+_SAID_FAILURES = 2  # failures in a row before a line is shown; a single one may be the loss of a host
+_MOST_FAILURES = 3  # a snapshot is left with fewer replicas once each holder has failed this often
 _PIECE_S = 0.004
 _LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 8 << 10, 8 << 20
-_REST, _SLOW_REST = 1.0, 4.0  # rest after a piece, in multiples of its duration; the second if the link is slow
-_SHARE_OF_CPUS = 0.01  # fraction of the CPUs for copying and receiving; training loses about three times as much
+_REST, _SLOW_REST = 1.0, 4.0  # rest after a piece, in multiples of its duration; the second value applies to slow links
+_SHARE_OF_CPUS = 0.01  # fraction of the CPUs' time for copying and receiving; training loses about three times as much
 
 
 class Refused(Exception):
-    """A holder refuses the snapshot, and says why."""
+    """A holder refuses the snapshot; the message is the holder's reason."""
 
 
 class Changed(Exception):
@@ -63,14 +64,14 @@ class Changed(Exception):
 
 
 class Replicator:
-    """Sends the holders of this node the snapshots that its ranks want to have copied.
+    """Sends snapshots to the holders of this node, whenever the node's ranks want a snapshot copied.
 
     Args:
         channel: Channel to the supervisor.
         listener: Socket to which other nodes connect.
         snapshots_fd: Memory of the snapshots.
         run_id: Name of the job.
-        num_replicas: Number of other nodes that are to have a copy of each snapshot.
+        num_replicas: Number of other nodes that should have a copy of each snapshot.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Replicator:
         self._copying: Copy | None = None
         self._piece_bytes = _LEAST_PIECE_BYTES
         self._rests_until_s = 0.0
-        self._cpu_s = 0.0  # processor time spent by the start of the current rest
+        self._cpu_s = 0.0  # processor time that had been spent when the current rest began
         self._said: set[str] = set()
 
     def run(self) -> None:
@@ -103,7 +104,7 @@ class Replicator:
                 self._copy(wanted, regions)
 
     def _hear(self, timeout_s: float) -> bool:
-        """Process the supervisor's messages; return whether it is alive."""
+        """Process the supervisor's messages; return whether the supervisor is alive."""
         if select.select([self._channel.fileno()], [], [], timeout_s)[0]:
             for packet in self._channel.receive():
                 self._holders = packet["holders"]
@@ -111,13 +112,13 @@ class Replicator:
                 self._num_failures.clear()
                 self._asked_again_s.clear()
                 self._has.clear()
-                self._rests_until_s = 0.0  # no rest: replicas that were lost with a node are made anew at once
+                self._rests_until_s = 0.0  # no rest: replicas that were lost with a node are replaced immediately
                 for name in self._wires.keys() - {holder["id"] for holder in self._holders}:
                     self._wires.pop(name).close()
         return self._channel.alive
 
     def _whole(self, wanted: Copy) -> list[Region]:
-        """Return the regions of a snapshot if all ranks of this host have written theirs."""
+        """Return the regions of a snapshot if all ranks of this host have written theirs; otherwise an empty list."""
         moment = wanted.attempt, wanted.step, wanted.folder
         found = [
             region
@@ -189,10 +190,10 @@ class Replicator:
     # ------------------------------------------------------------ one copy
 
     def _send(self, holder: dict[str, Any], wanted: Copy, regions: list[Region]) -> None:
-        """Have a holder keep a snapshot.
+        """Send a snapshot to a holder, which then keeps it.
 
         Raises:
-            Refused: The holder refuses it.
+            Refused: The holder refuses the snapshot.
             Changed: The snapshot was overwritten, or is no longer wanted.
             OSError, ValueError: The connection has ended, or a stranger is at the other end.
         """

@@ -23,7 +23,7 @@ class Wire:
     """One end of a connection between two replicators.
 
     Args:
-        end: Connected socket, owned from now on; None: there is none.
+        end: Connected socket, owned from now on; None: this object stands for a closed connection.
     """
 
     def __init__(self, end: socket.socket | None) -> None:
@@ -62,7 +62,7 @@ class Wire:
             within_s: Time limit for the whole message; default: `REPLICA_SILENCE_S`.
 
         Raises:
-            OSError: The other end has gone, or takes too long.
+            OSError: The other end has closed the connection, or takes too long.
             ValueError: The data received is not a message.
         """
         return receive_line(self._end, REPLICA_SILENCE_S if within_s is None else within_s, waits=waits)
@@ -70,8 +70,8 @@ class Wire:
     def ask(self, offer: Mapping[str, Any]) -> dict[str, Any]:
         """Make an offer and return the answer.
 
-        The other end acknowledges the offer before it makes room, which may take long. So this end soon gives up on one
-        that has been stopped or is restarting.
+        Making room may take long, so the other end acknowledges the offer first. If the acknowledgement does not arrive
+        soon, the other process is suspended or restarting, and the call fails.
 
         Raises:
             OSError, ValueError: As in `hear`.
@@ -94,7 +94,7 @@ class Wire:
         return came
 
     def receive_into(self, memory: memoryview) -> None:
-        """Fill `memory`."""
+        """Receive bytes into `memory` until it is full."""
         at = 0
         while at < len(memory):
             count = self._end.recv_into(memory[at : at + _BUFFER_BYTES])
@@ -106,7 +106,7 @@ class Wire:
         self._end.sendall(data)
 
     def send_file(self, fd: int, at: int, length: int) -> None:
-        """Send bytes of a file. If they are overwritten before they have arrived, the new bytes may arrive instead."""
+        """Send bytes of a file. If bytes are overwritten before they have arrived, the new bytes may arrive instead."""
         end = at + length
         while at < end:
             try:

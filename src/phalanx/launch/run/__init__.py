@@ -1,5 +1,5 @@
-"""A job on this node: one attempt after another, until it succeeds or may not be restarted.
+"""A job on this node: one attempt after another, until an attempt succeeds or the ranks may not be restarted.
 
-Start with `supervisor`, which runs one attempt, then `attempts`. Nothing here imports torch or any other package
-outside the standard library, so nothing that breaks torch can break the launcher.
+Start with `supervisor`, which runs one attempt, then `attempts`. Nothing here imports torch, so nothing that breaks
+torch can break the launcher.
 """

@@ -1,14 +1,14 @@
 """Attempts on one node, one after another: the port of each attempt, what ends it, and whether another follows.
 
 **Ports.** The supervisor binds rank 0's port without listening, and holds it as long as the attempt lasts. Rank 0 can
-listen on it (both sides set SO_REUSEADDR), and the kernel gives it to nobody else. Each attempt has a new store, on a
-new port unless the user named one, so no rank can read an address from an earlier attempt.
+listen on this port (both sides set SO_REUSEADDR), and the kernel gives it to no other process. Each attempt has a new
+store, on a new port unless the user named one, so no rank can read an address from an earlier attempt.
 
 **A mistake in the script is not retried.** A failure counts as a mistake if every rank raised the same exception at the
-same line within 10 s, with no snapshot and no sign of training. Once one rank has raised an exception, the others get
-half a second to raise the same. Signs of training are a Trainer's step, a checkpoint, or more than 32 collectives in
-one group; comparing models and broadcasting their weights takes fewer. Ranks note these signs in the launcher's memory
-when they save and when they leave a group.
+same line within 10 s, with no snapshot and no sign of training. Once one rank has raised an exception, the other ranks
+get half a second to raise the same exception. Signs of training are a Trainer's step, a checkpoint, or more than 32
+collectives in one group; comparing models and broadcasting their weights takes fewer. Ranks note these signs in the
+launcher's memory when they save and when they leave a group.
 
 TORCHELASTIC_RESTART_COUNT counts every restart, because ranks use it to tell the snapshots of one attempt from those of
 another.
@@ -91,7 +91,7 @@ def words_of_used_restarts(job: Job, num_restarts: int) -> str:
 
 
 def give_up_memory(ranks: Supervisor) -> None:
-    """Have later attempts take no snapshots and keep no freed memory, because memory has run out."""
+    """Make later attempts take no snapshots and keep no freed memory, because memory has run out."""
     ranks.dismiss_survivors()
     forbid(ranks.snapshots_fd)
     ranks.memory = MemoryPolicy(why="the kernel has killed a process because memory ran out")
@@ -107,7 +107,7 @@ class RestartPolicy:
     Attributes:
         size: Number of ranks of the current attempt.
         is_regrowing: Whether the current attempt is being ended only in order to start MAX ranks.
-        is_over: Whether there is no further attempt.
+        is_over: Whether no further attempt follows.
     """
 
     def __init__(self, job: Job, snapshots_fd: int) -> None:
@@ -120,13 +120,14 @@ class RestartPolicy:
 
     @property
     def may_restart(self) -> bool:
-        """Whether another attempt may follow a failure of the current one."""
+        """Whether another attempt may follow a failure of the current attempt."""
         return self.size.is_trial or self._num_restarts < self._job.max_restarts
 
     def is_time_to_regrow(self, lived_s: float) -> bool:
         """Return whether to restart with MAX ranks now.
 
-        If so, the restart is announced to the ranks, which then do not ask the scheduler for another job.
+        If the result is True, the restart has been announced to the ranks, which then do not ask the scheduler for a
+        new job.
         """
         self.is_regrowing = self.size.is_time_to_regrow(lived_s)
         if self.is_regrowing:
@@ -142,7 +143,7 @@ class RestartPolicy:
         """Decide what follows a failed attempt; return the lines to print.
 
         Args:
-            ends: Endings of all ranks, if none of them has noted progress; otherwise empty.
+            ends: Endings of all ranks, if no rank has recorded progress; otherwise empty.
         """
         job, size = self._job, self.size
         before, has_progress, is_free = size.num_ranks, size.has_progress, size.is_free
@@ -167,7 +168,7 @@ class RestartPolicy:
 
 
 def _common_mistake(ends: Sequence[Ending]) -> str:
-    """Return the exception and line that every rank raised before it trained; empty if they differ."""
+    """Return the exception, with its line, that every rank raised before it trained; empty if there is no such one."""
     found = set()
     for end in ends:
         words = end.last_words

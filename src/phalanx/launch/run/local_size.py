@@ -1,22 +1,24 @@
 """The number of ranks on a node in each attempt.
 
 With ``--nproc-per-node MIN:MAX`` a node continues with fewer ranks when some can't be restarted, and adds them again
-later. Progress decides: a newer snapshot in the supervisor's memory that is complete on every rank of the node.
+later. Both depend on progress. An attempt has made progress if the supervisor's memory holds a snapshot of this attempt
+that is complete on every rank of the node.
 
-- **Shrinking.** After an attempt that fails within 10 s and without progress, the next one has one rank fewer. At MIN
-  the job ends, because the same start would fail again.
-- **Growing.** After the failure of an attempt that made progress with fewer ranks, the next one has MAX. After
-  ``--regrow-after`` seconds the supervisor waits for the next complete snapshot, ends the ranks with SIGTERM and starts
-  MAX ranks; at most the step under way is lost. A job without snapshots keeps its size, and so does one in which a rank
-  has already finished.
-- **No cost.** The launcher itself decided to try MAX ranks, so neither that restart nor the one that goes back to fewer
-  ranks counts against ``--max-restarts``. Each time that MAX ranks make no progress, the wait doubles.
+- **Shrinking.** After an attempt that fails within 10 s and without progress, the next attempt has one rank fewer. If
+  the failed attempt had MIN ranks, the job ends, because the same start would fail again.
+- **Growing.** After the failure of an attempt that made progress with fewer ranks, the next attempt has MAX ranks. If
+  no rank fails for ``--regrow-after`` seconds, the supervisor waits for the next complete snapshot, ends the ranks with
+  SIGTERM and starts MAX ranks; at most the step under way is lost. A job without snapshots keeps its size, and so does
+  a job in which a rank has already finished.
+- **No cost.** The launcher itself decided to try MAX ranks, so neither the restart with MAX ranks nor the restart that
+  goes back to fewer ranks counts against ``--max-restarts``. Each time that MAX ranks make no progress, the wait
+  doubles.
 - **Threads** and CPUs are divided anew. If the number of threads changes, the forker is replaced, because torch sizes
   its pools at import: such a restart takes one more import of torch.
 
-On several nodes, each node applies these rules for itself, see `nodes.joint_attempts`. A snapshot counts as progress
-only if it is from a newer attempt than any before. A newer step is not enough: the copy of a snapshot to another node
-may be finished only in the next attempt, and would then count as progress of that attempt.
+On several nodes, each node applies these rules on its own, see `nodes.joint_attempts`. A snapshot counts as progress
+only if it is from a newer attempt than all earlier snapshots. A newer step is not enough: the copy of a snapshot to
+another node may be finished only in the next attempt, and would then count as progress of that attempt.
 """
 
 from __future__ import annotations
@@ -46,10 +48,10 @@ class LocalSize:
         self._fd = snapshots_fd
         self.num_ranks: int = job.num_local_ranks
         self.num_ended: int = 0
-        self._proven = 0  # number of ranks that made progress before MAX was tried again; 0: it was not
+        self._proven = 0  # number of ranks that made progress before MAX was tried again; 0: no trial
         self.is_trial: bool = False
         self._wait_s = job.regrow_after_s
-        self._attempt_before = newest_attempt(self._fd)  # newest with snapshots here, replicas included, at the start
+        self._attempt_before = newest_attempt(self._fd)  # newest one with snapshots here, when this one began
         self._steps_seen: dict[bytes, int] | None = None  # newest steps at the last check, once the wait is over
 
     @property
@@ -59,7 +61,7 @@ class LocalSize:
 
     @property
     def is_free(self) -> bool:
-        """Whether a failure now costs no restart."""
+        """Whether a failure of the current attempt, at this moment, would cost no restart."""
         return self.is_trial and not self.has_progress
 
     @property
@@ -92,7 +94,7 @@ class LocalSize:
         )
 
     def after_failure(self, culprit: Ending, *, lived_s: float) -> str:
-        """Choose the number of ranks after a failure on this node; return why it changes, empty if it does not."""
+        """Choose the number of ranks after a failure on this node; return why the number changes, empty if it stays."""
         least, most, before = self._job.min_local_ranks, self._job.num_local_ranks, self.num_ranks
         has_progress = self.has_progress
         failed = f"{culprit.name} failed {'again ' if self.num_ended else ''}before any progress"
@@ -120,7 +122,7 @@ class LocalSize:
     def go_on(self, num_ranks: int) -> None:
         """Begin the next attempt with `num_ranks`, after an attempt that ended for a reason outside this node.
 
-        If MAX is being tried, the trial goes on, unless MAX ranks have already made progress.
+        If MAX is being tried, the trial continues, unless MAX ranks have already made progress.
         """
         is_trial, proven = self.is_trial, self._proven
         if self.has_progress and self.num_ranks == self._job.num_local_ranks:
@@ -135,16 +137,16 @@ class LocalSize:
 
 
 class SharedSize:
-    """The number of ranks of one node among several: what the node offers, and what all nodes have agreed on.
+    """This node's number of ranks in a job of several nodes: the number that the node offers, and the agreed number.
 
-    Only the node whose rank was the cause of a failure changes its number. Nodes agree on the cause only after each has
-    reported its own failure, so the report says what the node will do if its failure is the cause.
+    Only the node whose rank was the cause of a failure changes its number. Nodes agree on the cause only after each
+    node has reported its own failure, so the report says what the node will do if its failure is the cause.
     """
 
     def __init__(self, job: Job, snapshots_fd: int) -> None:
         self._most = job.num_local_ranks
         self._now = LocalSize(job, snapshots_fd)
-        self._blamed: tuple[Ending, LocalSize, str] | None = None  # what follows if this node's failure is the cause
+        self._blamed: tuple[Ending, LocalSize, str] | None = None  # ending, size and message if this node is blamed
         self._has_begun = False
         self._has_asked = False  # whether this node has asked for MAX ranks
 
@@ -153,10 +155,10 @@ class SharedSize:
         return self._now.is_trial
 
     def after_failure(self, culprit: Ending, *, lived_s: float, may_leave: bool) -> dict[str, Any]:
-        """Return `Cause.num_ranks` and `Cause.is_free` for the report of a failure; {} if it changes neither.
+        """Return `Cause.num_ranks` and `Cause.is_free` for the report of a failure; {} if the failure changes neither.
 
         Args:
-            may_leave: Whether the job could go on without this node if the node is left with too few ranks.
+            may_leave: Whether the job could continue without this node if the node is left with too few ranks.
         """
         if culprit.is_victim or culprit.preempted:
             return {}
@@ -168,10 +170,10 @@ class SharedSize:
         return {"num_ranks": then.num_ranks, "is_free": self._now.is_free}
 
     def begin(self, num_ranks: int, cause: Cause | None) -> str:
-        """Begin an attempt with the agreed number of ranks; return why the number changes, empty if it does not.
+        """Begin an attempt with the agreed number of ranks; return why the number changes, empty if it stays.
 
         Args:
-            cause: Cause of the previous attempt's failure; None: it did not fail.
+            cause: Cause of the previous attempt's failure; None: that attempt did not fail.
         """
         blamed, self._blamed = self._blamed if self._is_blamed_for(cause) else None, None
         has_begun, self._has_begun, self._has_asked = self._has_begun, True, False
@@ -193,7 +195,7 @@ class SharedSize:
         return f"going on with {self._now.note}, before {counted(before, 'rank')}"
 
     def why_it_leaves(self, cause: Cause) -> str:
-        """Return why this node leaves the job because of `cause`; empty if it does not."""
+        """Return why this node leaves the job because of `cause`; empty if it stays."""
         return self._blamed[2] if self._blamed and not cause.num_ranks and self._is_blamed_for(cause) else ""
 
     def _is_blamed_for(self, cause: Cause | None) -> bool:
@@ -203,7 +205,7 @@ class SharedSize:
         return (culprit.rank, culprit.pid) == cause.of_process
 
     def is_to_be_asked_for(self, lived_s: float) -> int:
-        """Return MAX, once, when the wait is over and a snapshot has just been taken; otherwise 0."""
+        """Return MAX if the wait is over and a snapshot has just been taken, once in an attempt; otherwise return 0."""
         if self._has_asked or not self._now.may_regrow or not self._now.is_time_to_regrow(lived_s):
             return 0
         self._has_asked = True
@@ -212,10 +214,10 @@ class SharedSize:
     def wanted_after(self, culprit: Ending | None) -> int:
         """Return MAX if this node made progress with fewer ranks and another node ended the attempt; else 0.
 
-        All ranks restart anyway, so trying MAX costs nothing.
+        In that case, all ranks restart anyway, so trying MAX costs nothing.
 
         Args:
-            culprit: Ending of the rank of this node that failed; None: none failed.
+            culprit: Ending of the rank of this node that failed; None: no rank of this node failed.
         """
         is_mine = culprit is not None and not culprit.is_victim
         return 0 if is_mine or self._now.num_ranks == self._most or not self._now.has_progress else self._most

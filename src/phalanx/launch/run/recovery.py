@@ -5,12 +5,12 @@ The line of a loss is also saved beside the black boxes.
 All times are by this host's clock: the first sign of the loss; the time when this launcher knew of it; the end of the
 last rank; the start of the next attempt; and, from the black box of the host's first rank, the beginning and end of
 ``checkpoint.load`` and of the first step. One rank is enough, since a step needs all ranks. Times of different hosts
-are never compared: each launcher reports its own. If a node was lost, the first sign is the end of its connection, or
-the last message from it.
+are never compared: each launcher reports its own times. If a node was lost, the first sign is the end of its
+connection, or the last message from it.
 
 For this purpose, ``checkpoint.load`` records one phase and one note in the box of its rank. The supervisor reads the
 box 20 times a second for a minute after a restart, then once a second, until the line is printed. The box of the
-previous attempt, which tells how many steps are repeated, is read only when a step has ended: until then, the starting
+previous attempt, which shows how many steps are repeated, is read only when a step has ended: until then, the starting
 ranks need the cores. If a rank records more than 8,192 events between two reads, its first step may be lost, and the
 last phase is called ``first step seen`` or ``first collective seen``.
 """
@@ -31,11 +31,11 @@ from phalanx.record.box import SUFFIX, Box, Event, Tail, load_box
 
 _PAUSE_S, _LATER_PAUSE_S = 0.05, 1.0  # pauses between two reads, at first and later
 _SOON_S = 60.0  # time after the start for which the shorter pause applies
-_RAISED_S = 0.5  # time within which an error that ended the step is recorded, or ends its rank
+_RAISED_S = 0.5  # an error that ended a step is recorded, or ends its rank, within this time
 
 
 class Recovery:
-    """Follows each loss of a job until the first step after it.
+    """Follows each loss of a job until the first step after the loss.
 
     Args:
         run: Folder of the run.
@@ -45,7 +45,7 @@ class Recovery:
 
     def __init__(self, run: Path, say: Callable[[str], None], *, agrees: bool) -> None:
         self._run, self._say, self._agrees = run, say, agrees
-        self._attempt = self._ended = -1  # numbers of the current attempt and of the one that the loss ended
+        self._attempt = self._ended = -1  # numbers of the current attempt and of the attempt that the loss ended
         self._began_s = self._told_s = 0.0
         self._loss: Loss | None = None  # the loss after which no step has completed yet
         self._is_planned = False  # whether the last attempt was ended on purpose
@@ -63,13 +63,13 @@ class Recovery:
         self._told_s = self._told_s or time.monotonic()
 
     def lost_rank(self, culprit: Ending, ends: Sequence[Ending]) -> None:
-        """Record why an attempt failed, before the next one starts."""
+        """Record why an attempt failed, before the next attempt starts."""
         self._lost(Loss(ending=culprit), ends)
 
     def lost_node(self, lost: Ending, sign: LossSign | None, ends: Sequence[Ending]) -> None:
-        """Record the loss of a node, and how this node noticed the loss, if it did."""
+        """Record the loss of a node, and how this node noticed the loss; `sign` is None if it did not notice."""
         loss = Loss(ending=lost, node_sign="left")
-        if sign is None or sign.noticed_s < self._began_s:  # this node did not notice it in this attempt
+        if sign is None or sign.noticed_s < self._began_s:  # this node did not notice the loss in this attempt
             self._lost(loss, ends)
             return
         silent_s = sign.noticed_s - sign.since_s if sign.how == "silent" else 0.0
@@ -77,7 +77,7 @@ class Recovery:
         self._lost(loss, ends, since_s=sign.since_s, noticed_s=sign.noticed_s)
 
     def planned(self, ends: Sequence[Ending]) -> None:
-        """Record that an attempt was ended on purpose, before the next one starts."""
+        """Record that an attempt was ended on purpose, before the next attempt starts."""
         self._lost(None, ends)
 
     def _lost(self, loss: Loss | None, ends: Sequence[Ending], *, since_s: float = 0.0, noticed_s: float = 0.0) -> None:
@@ -119,10 +119,10 @@ class Recovery:
         return pause_s if timeout_s is None else min(timeout_s, pause_s)
 
     def look(self, *, ends: Sequence[Ending] | None = None) -> None:
-        """Read what the first rank has recorded; print the line once its first step is done.
+        """Read the box of the first rank; print the line once the first step is done.
 
         Args:
-            ends: Endings of the ranks of this attempt; None: they are running.
+            ends: Endings of the ranks of this attempt; None: the ranks are running.
         """
         now_s = time.monotonic()
         if self._tail is None or (now_s < self._next_s and ends is None):
@@ -166,7 +166,7 @@ class Recovery:
         self._loss = self._tail = None
 
     def _may_have_failed(self, first: Event, ends: Sequence[Ending] | None) -> bool:
-        """Return whether an error ended, or may have ended, the first step or collective, which then does not count."""
+        """Return whether an error ended, or may have ended, the first step or collective; it then does not count."""
         known = self._seen.has_failed(first)
         if known is not None:
             return known

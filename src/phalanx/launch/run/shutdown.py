@@ -1,21 +1,22 @@
-"""Ends the ranks of an attempt: when, with which signal, when SIGKILL follows, and which processes are kept.
+"""Ends the ranks of an attempt; decides when, with which signal, when SIGKILL follows, and which processes are kept.
 
 **Who gets the signal.** The supervisor signals the ranks, not the processes that they have started: torch treats the
 death of a loader's worker as a failure of the rank, which then saves nothing, and a logger's process is needed until
-the rank has ended. SIGKILL goes to whole process groups. With ``--no-python`` every signal does, because a wrapper may
-not forward signals. `phalanx._torch.shield` explains how workers survive a signal that somebody sends to every process.
+the rank has ended. SIGKILL goes to whole process groups. With ``--no-python``, every signal goes to whole process
+groups, because a wrapper may not forward signals. `phalanx._torch.shield` explains how workers survive a signal that
+somebody sends to every process.
 
 **Preemption.** A rank that was asked to end, has saved, and can resume exits with 75 (EX_TEMPFAIL). The supervisor
-gives the others their grace period, restarts nothing, and exits with 75 itself.
+gives the other ranks their grace period, restarts nothing, and exits with 75 itself.
 
 **A lost Ctrl-C.** If a KeyboardInterrupt is raised in a callback, for instance during an import, Python prints it and
-continues. The supervisor recognises the message on the rank's stderr, hides it, and sends SIGINT again. While the
+continues. The supervisor recognizes the message on the rank's stderr, hides it, and sends SIGINT again. While the
 launcher itself is being imported, SIGINT has its default action.
 
 **The reader of the output is gone.** If the reader ends (``phalanx run train.py | head``, a killed ``tee``), the job
-ends as after a signal: SIGTERM to the ranks, their grace period, exit code 141. To continue unseen would surprise the
-user who closed the output, and an immediate kill would lose what a Trainer can save. After Ctrl-C, which also ends the
-reader, the job is ending anyway.
+ends as after a signal: SIGTERM to the ranks, their grace period, exit code 141. If the job continued unseen, this would
+surprise the user who closed the output, and an immediate kill would lose what a Trainer can save. After Ctrl-C, which
+also ends the reader, the job is ending anyway.
 """
 
 from __future__ import annotations
@@ -92,13 +93,13 @@ class Shutdown:
         running = [rank for rank in self._ranks if rank.is_running]
         if culprit.is_victim:
             awaited = bool(running)
-        else:  # wait if this rank gave no reason, but another has printed one and is dying
+        else:  # wait if this rank gave no reason, but another rank has printed a reason and is dying
             silent = not culprit.signal and not culprit.last_words.kind
             awaited = silent and any(rank.said_why for rank in running)
         give_up_s = self._first_failure_s + CAUSE_S
-        if self._job.max_restarts and culprit.raised and not awaited:  # others may raise it, too: see `attempts`
+        if self._job.max_restarts and culprit.raised and not awaited:  # see `attempts`: others may raise it, too
             awaited, give_up_s = bool(running), self._first_failure_s + SAME_S
-        if culprit.preempted or culprit.ended_for_restart:  # the other ranks end by themselves, too
+        if culprit.preempted or culprit.ended_for_restart:  # the other ranks end on their own, too
             awaited, give_up_s = True, self._first_failure_s + self._job.grace_s
         if awaited and time.monotonic() < give_up_s:
             self._events.deadline = give_up_s
@@ -124,7 +125,7 @@ class Shutdown:
             self._events.deadline = time.monotonic() + min(STOP_S, self._job.grace_s)
 
     def kill(self) -> None:
-        """Kill the ranks at once, because they must not make another step."""
+        """Kill the ranks at once, because they must not take another step."""
         if any(rank.end is None for rank in self._ranks) and self.by != signal.SIGKILL:
             self.end(signal.SIGKILL)
 
@@ -144,18 +145,18 @@ class Shutdown:
         self._forkers.end(sig, [rank.pid for rank in living if rank.pid])
 
     def catch_up(self, pid: int) -> None:
-        """End a rank that was forked after the others were told to end."""
+        """End a rank that was forked after the other ranks were told to end."""
         if self.by is not None:
             self._forkers.end(self.by, [pid])
 
     def refuse(self, rank: Rank) -> None:
-        """End a rank that was to be kept, but can't be."""
+        """End a rank that was supposed to be kept but can't be kept."""
         if rank in self._stopping:
             self._stopping.remove(rank)
             self._forkers.end(signal.SIGTERM, [rank.pid])
 
     def postpone(self, stopped_s: float) -> None:
-        """Postpone all deadlines by the time for which the ranks were stopped."""
+        """Postpone all deadlines by the time for which the ranks were suspended."""
         if self._events.deadline is not None:
             self._events.deadline += stopped_s
         if self._late_at_s is not None:
@@ -164,7 +165,7 @@ class Shutdown:
             self._first_failure_s += stopped_s
 
     def keep_deadline(self) -> None:
-        """Take the next, harder step once the deadline has passed: end ranks that did not stop, then kill."""
+        """Once the deadline has passed, take a harder step: SIGTERM to ranks still in their groups, or SIGKILL."""
         if self.by is None or not self._events.is_late:
             return
         running = [rank for rank in self._ranks if rank.is_running]
@@ -173,7 +174,7 @@ class Shutdown:
             why = f"no collective or snapshot within {STOP_S:g} s, so {they} started anew"
             self._say(f"{named('rank', late)} can't be kept: {why} (phalanx explain rank-not-kept)")
             self.end(signal.SIGTERM, running)
-        elif self._stopping:  # those asked to stop have stopped; the others get their grace period
+        elif self._stopping:  # these have left their groups; the other ranks get their grace period
             self._stopping, self._events.deadline = [], time.monotonic() + self._job.grace_s
         elif self.by == signal.SIGKILL:
             self._forkers.kill()
@@ -182,14 +183,14 @@ class Shutdown:
             self.end(signal.SIGKILL, running or None)
 
     def within(self, timeout_s: float | None) -> float | None:
-        """Return the supervisor's timeout, or the time until `say_who_is_late` must be called if that is shorter."""
+        """Return the supervisor's timeout, shortened to the time until `say_who_is_late` must be called."""
         if self._late_at_s is None:
             return timeout_s
         left_s = max(0.0, self._late_at_s - time.monotonic())
         return left_s if timeout_s is None else min(timeout_s, left_s)
 
     def say_who_is_late(self) -> None:
-        """Report, once, which ranks have not ended `LATE_S` after they were told to."""
+        """Report, once, which ranks are still running `LATE_S` after they were told to end."""
         if self._late_at_s is None or time.monotonic() < self._late_at_s:
             return
         self._late_at_s = None

@@ -1,17 +1,17 @@
-"""Obeys the signals that the launcher receives: some end the job, some are forwarded, and some stop it for a while.
+"""Obeys the signals that the launcher receives: some end the job, some are forwarded, and some suspend the job.
 
 **Signals to every process.** A service manager, or Slurm without cgroups, sends its signal to every process of a job.
 So the forker, and on several nodes the agent, block the signals that the supervisor handles, even across the exec of
 the script's interpreter, and each rank unblocks them after the fork. Once all ranks have ended, which the kernel knows
 before the forker reports it, the outcome is decided: a later signal only prevents a restart. When the job is over, the
 supervisor blocks all signals until it exits; handlers would not be enough, since Python removes them while the
-interpreter shuts down. SIGUSR1 and SIGUSR2 are forwarded to the ranks; torchrun dies of them.
+interpreter shuts down. SIGUSR1 and SIGUSR2 are forwarded to the ranks; torchrun would be killed by them.
 
-**Ctrl-Z.** The launcher stops the process groups of its ranks with SIGSTOP, and then stops itself, as its shell
+**Ctrl-Z.** The launcher suspends the process groups of its ranks with SIGSTOP, and then suspends itself, as its shell
 expects. On SIGCONT (``fg``, ``bg``, ``kill -CONT``) all continue, and the launcher's deadlines move by the time for
-which it was stopped. With a warm start the shell stops the client. On several nodes Ctrl-Z only prints that it does
-nothing, since the others would consider the node lost. Waits of collectives within a host do not count the stopped
-time; torch's store, waits across hosts and `monitored_barrier` do.
+which it was suspended. With a warm start, the shell suspends the client. On several nodes, Ctrl-Z only prints that it
+does nothing, since the other nodes would consider this node lost. Waits of collectives within a host do not count the
+time of the suspension; torch's store, waits across hosts and `monitored_barrier` count it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from phalanx.record.notes import was_preempted, words_of_checkpoints
 
 _ONLY_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 HARMLESS = (*_ONLY_FORWARDED, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)
-"""Signals that end no job."""
+"""Signals that do not end the job."""
 
 
 class Signals:
@@ -40,12 +40,12 @@ class Signals:
     Args:
         ranks: Ranks of the current attempt; the supervisor changes this list.
         keep_reason: Function that saves why the run ends.
-        postpone: Function that moves the deadlines by the seconds for which the ranks were stopped.
-        is_warm: Whether the shell stops another process on Ctrl-Z, the client of a warm start.
+        postpone: Function that moves the deadlines by the seconds for which the ranks were suspended.
+        is_warm: Whether Ctrl-Z suspends not this process but the client of a warm start.
 
     Attributes:
-        received: Signal that ends the job; None: there was none.
-        cause_before: Failure that preceded that signal; None: there was none.
+        received: Signal that ends the job; None: no such signal has arrived.
+        cause_before: Failure that preceded the signal `received`; None: no rank had failed.
         drain: Function to call on the first SIGTERM, which then does not end the job.
         announce_interrupt: Function to call on Ctrl-C, to tell the other nodes.
     """
@@ -75,11 +75,11 @@ class Signals:
 
     @property
     def are_ending(self) -> bool:
-        """Whether this process was told to end. Then it must not wait for a reader of its output."""
+        """Whether this process was told to end. If so, it must not wait for a reader of its output."""
         return self.received is not None or any(sig not in HARMLESS for sig in self._events.signals)
 
     def forbid_start(self) -> bool:
-        """Return whether a signal forbids starting ranks, even one that came after the last ranks had ended."""
+        """Return whether a signal forbids starting ranks, even a signal that arrived after the last ranks had ended."""
         if self._late is not None:
             self.received = self._late
             self._say(f"{signal_name(self._late)}: the ranks are not started again")
@@ -101,16 +101,16 @@ class Signals:
             elif sig == signal.SIGWINCH:
                 for output in (output for rank in self._ranks for output in rank.outputs):
                     output.resize()
-            elif sig in _ONLY_FORWARDED:  # only to ranks: most processes that they have started would die of it
+            elif sig in _ONLY_FORWARDED:  # only to ranks: the signal would kill most of the processes that they started
                 self._forkers.signal(sig, [rank.pid for rank in self._ranks if rank.pid and rank.is_running])
             elif sig == signal.SIGTERM and self.drain is not None:
                 drain, self.drain = self.drain, None
                 drain()
-            elif self.received not in (None, signal.SIGPIPE):  # a second request to end kills at once
+            elif self.received not in (None, signal.SIGPIPE):  # after a second request to end, kill at once
                 self._say_kill(sig)
                 self._shutdown.end(signal.SIGKILL)
             elif self._job.max_nodes == 1 and self._ranks and all(rank.has_ended() for rank in self._ranks):
-                self._late = sig  # all ranks have ended: it only prevents a restart
+                self._late = sig  # all ranks have ended: the signal only prevents a restart
             else:
                 self._end(sig)
 
@@ -146,7 +146,7 @@ class Signals:
     # ------------------------------------------------------------ Ctrl-Z
 
     def _stop_all(self) -> None:
-        """Stop the ranks and then this process until SIGCONT: Ctrl-Z, then ``fg`` or ``bg``."""
+        """Suspend the ranks, and then this process, until SIGCONT: Ctrl-Z, then ``fg`` or ``bg``."""
         if self._job.max_nodes > 1:
             self._say("Ctrl-Z does nothing: the other nodes would take this one for lost")
             return
@@ -158,7 +158,7 @@ class Signals:
             self._continue_all()
 
     def _continue_all(self) -> None:
-        """Continue the ranks that were stopped together with this process, with as much time as they had left."""
+        """Continue the ranks that were suspended together with this process; they have as much time left as before."""
         if self._stopped_at_s is None:
             return
         stopped_s, self._stopped_at_s = time.monotonic() - self._stopped_at_s, None

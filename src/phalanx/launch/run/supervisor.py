@@ -62,7 +62,7 @@ class Supervisor:
         self._folder = folder
         self._spare = spare
         self._terminal_pid = spare.client_pid if spare is not None else os.getpid()  # process that the shell started
-        self.memory = job.memory  # the next attempt's treatment of freed memory
+        self.memory = job.memory  # the next attempt's policy for freed memory
         self.events = EventLoop(self._say_log_problem)
         self._console = Console(
             job, folder, self.events, lambda: self.signals.are_ending, lambda: self.signals.lose_reader()
@@ -104,7 +104,7 @@ class Supervisor:
         return self
 
     def _shared_environment(self, num_ranks: int) -> dict[str, str]:
-        """Return the variables that all ranks share; torch is imported with the number of threads in them."""
+        """Return the variables that all ranks share, with the number of threads for the import of torch."""
         environ = shared_environment(_env.environment(), self._job.divide(num_ranks).shares[0])
         environ[_env.COMMAND_VARIABLE] = self._job.typed
         environ[_env.RECORD_VARIABLE] = self._boxes.path
@@ -122,7 +122,7 @@ class Supervisor:
 
     @property
     def keep_list(self) -> list[int]:
-        """Children of this process that are not ranks, and stay when ranks are ended."""
+        """Children of this process that are not ranks, and are spared when ranks are killed."""
         return self._forkers.keep_list
 
     def _wants_standby(self) -> bool:
@@ -173,7 +173,7 @@ class Supervisor:
         return self._forker_failure or find_culprit(self.ends)
 
     def _start_attempt(self, attempt: Attempt, *, may_keep: bool) -> bool:
-        """Give kept processes their new ranks, and fork the others; return False if told to end meanwhile."""
+        """Give kept processes their new ranks, and fork the other ranks; return False if the attempt has been ended."""
         environ = self._shared_environment(attempt.num_local_ranks)
         if not self._forkers.serves(environ) or attempt.num_local_ranks != len(self._ranks):
             self.dismiss_survivors()
@@ -197,7 +197,7 @@ class Supervisor:
             environ |= attempt.launch("phalanx run", self._notes.path, local_rank) | of_rank(self.memory)
             environ[_env.SURVIVORS_VARIABLE] = self._survivors.path if may_keep else ""
             if not all(output.has_room(_env.environment().get("COLUMNS", "")) for output in rank.outputs):
-                environ["COLUMNS"] = ""  # the inherited width is the screen's, of which the prefix takes a part
+                environ["COLUMNS"] = ""  # the inherited width is the screen's; the prefix needs a part of it
             if rank in kept:
                 self._notes.note_start(rank.rank, rank.pid)
                 self._survivors.place(rank.pid, environ)
@@ -207,7 +207,7 @@ class Supervisor:
         return True
 
     def _await_forker(self) -> None:
-        """Wait until ranks can be forked, or until the attempt is ended, as another node may do."""
+        """Wait until ranks can be forked, or until the attempt is ended, perhaps because of another node."""
         said_at_s: float | None = time.monotonic() + IMPORT_S
         while self.signals.received is None and self.shutdown.by is None and not self._forkers.is_ready:
             self.wait(None if said_at_s is None else max(0.0, said_at_s - time.monotonic()))
@@ -255,7 +255,7 @@ class Supervisor:
 
     @property
     def has_progress(self) -> bool:
-        """Whether a rank of the last attempt has noted a sign of training (see `attempts`)."""
+        """Whether a rank of the last attempt has recorded a sign of training (see `attempts`)."""
         return self._notes.has_progress
 
     @property
@@ -331,7 +331,7 @@ class Supervisor:
     # ------------------------------------------------------------ events
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Handle events and signals; return after the first, after `timeout_s` or at the deadline."""
+        """Handle events and signals; return after the first event, after `timeout_s` or at the deadline."""
         self.events.wait(self.shutdown.within(timeout_s))
         self.signals.obey()
         self.shutdown.say_who_is_late()

@@ -1,21 +1,22 @@
 """Processes that survive the failure of another rank: they are told to stop, awaited, and given a new rank.
 
 A rank that asks to be kept (`phalanx.resilient`, or a Trainer) connects to the supervisor. When an attempt is over, the
-supervisor tells it to stop, and one of the rank's threads aborts every process group. Its current or next collective
-raises, the stack unwinds, all groups are destroyed, and the rank reports that it is waiting; to the supervisor, that is
-an ending with `LastWords` like any other. For the next attempt, the supervisor sends it a new environment, and forks
-the other ranks. On several nodes, the agent's "stop" has the same effect; other nodes need not know which processes are
-kept. The rank's side is `phalanx.session.survival`.
+supervisor tells the rank to stop, and one of the rank's threads aborts every process group. The rank's current or next
+collective then raises, the stack unwinds, all groups are destroyed, and the rank reports that it is waiting. The
+supervisor treats this report as an ending, with `LastWords` like any other. For the next attempt, the supervisor sends
+the waiting process a new environment, and forks the other ranks. On several nodes, the agent's "stop" has the same
+effect; other nodes need not know which processes are kept. The rank's side is `phalanx.session.survival`.
 
-- **A rank that has not stopped** after 2 s, because it reached no collective, is ended and forked again. No signal
-  interrupts it: an exception in the middle of a loader or of native code would leave an undefined state.
+- **A rank that has not stopped** after 2 s, because it reached no collective, is ended and forked again. It is not
+  interrupted by a signal, because an exception in the middle of a loader or of native code would leave an undefined
+  state.
 - **Forkers.** A kept process is the child of the forker that forked it. The standby forks the other ranks. The forker
-  that it has relieved stays until its own last rank has ended.
+  that the standby has relieved stays until its own last rank has ended.
 - **Boxes and logs.** The streams stay open, and continue in the folder of the new attempt. The box is saved, and its
   pages are freed rather than truncated, because a kept rank still maps them.
 - **No process is kept** if the number of local ranks or of their threads changes, or if the kernel killed a rank for
   lack of memory. If a single process can't be kept, its rank gets a new process, and a line gives the reason that the
-  old one reported.
+  old process reported.
 """
 
 from __future__ import annotations

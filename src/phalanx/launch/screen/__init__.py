@@ -1,4 +1,4 @@
-"""The terminal of a job: shows the output of all ranks in order, and passes on what the user types.
+"""The terminal of a job: shows the output of all ranks without mixing their lines, and passes on what the user types.
 
 Start with `output`, then `ranks`. Nothing here decides when a rank starts or ends.
 """

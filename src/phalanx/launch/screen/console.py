@@ -1,4 +1,4 @@
-"""The output of a job, on a terminal or in pipes: what its ranks print, and the launcher's own lines in between."""
+"""The output of a job, on a terminal or in pipes: the output of its ranks, and the launcher's own lines in between."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Console:
 
     Attributes:
         out: Screen of our stdout.
-        err: Screen of our stderr; the same one if both are a terminal.
+        err: Screen of our stderr; the same screen as `out` if both are a terminal.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Console:
         return Rank(number, folder, outputs[0], outputs[1])
 
     def keep_rank(self, before: Rank, number: int, folder: str) -> Rank:
-        """Return the rank of a new attempt that continues in the process and with the streams of an earlier one."""
+        """Return a rank of a new attempt; it keeps the process and the streams of the rank `before`."""
         for output, name in zip(before.outputs, _STREAMS, strict=True):
             output.go_on(*self._way_of(name, number, folder))
         return Rank(number, folder, *before.outputs, pid=before.pid)
@@ -86,7 +86,7 @@ class Console:
         return prefix(number, colour=screen.is_terminal), os.path.join(folder, f"{name}.log"), filtered
 
     def is_holding(self, ranks: Sequence[Rank]) -> bool:
-        """Return whether output is held back for a moment: a traceback, or a warning that others may repeat."""
+        """Return whether output is held back for a moment: a traceback, or a warning that other ranks may repeat."""
         return self._filter.is_waiting or any(rank.stderr.is_holding for rank in ranks)
 
     def release_late(self, ranks: Sequence[Rank]) -> None:
@@ -102,7 +102,7 @@ class Console:
     # ------------------------------------------------------------ our own words
 
     def say(self, text: str) -> None:
-        """Write a line of the launcher; if a debugger's prompt is open, write the line above it."""
+        """Write a line of the launcher; if a debugger's prompt is open, write the line above the prompt."""
         if self.out.borrower is None:
             self.out.end_line()
             self.err.end_line()

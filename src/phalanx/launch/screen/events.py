@@ -15,7 +15,7 @@ Event = Callable[[], None]
 
 
 class EventLoop:
-    """Calls back when a descriptor is readable, and keeps signals until somebody handles them.
+    """Calls back when a descriptor is readable, and keeps signals until they are handled.
 
     Args:
         tell: Function to call with the problem when the log of a watched output can't be written.
@@ -37,8 +37,8 @@ class EventLoop:
         self.watch(self._wake_read, self._drain_wakes)
 
     def catch(self, signals: Iterable[int]) -> None:
-        """Note these signals from now on, except those that were ignored when this process started."""
-        # Handlers only note the signal; Python writes a byte to the pipe, which wakes the loop.
+        """Record these signals from now on, except signals that were ignored when this process started."""
+        # Handlers only record the signal; Python writes a byte to the pipe, which wakes the loop.
         for sig in dict.fromkeys(signals):
             if signal.getsignal(sig) is not signal.SIG_IGN:  # so that a job under nohup still ignores SIGHUP
                 signal.signal(sig, lambda got, _: self.signals.append(got))
@@ -52,13 +52,13 @@ class EventLoop:
             os.write(self._wake_write, b"\0")
 
     def stop_process(self) -> None:
-        """Stop as SIGTSTP does by default; return once continued, or at once if no shell can continue this process."""
+        """Suspend this process until SIGCONT, as SIGTSTP does by default; do nothing if no shell could continue it."""
         before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, before)
 
     def hold_signals(self) -> None:
-        """Block the caught signals for good: while Python exits, its handlers are gone, and a signal would kill it."""
+        """Block the caught signals for good; while Python exits, its handlers are gone, and a signal would kill us."""
         signal.pthread_sigmask(signal.SIG_BLOCK, self._caught)
 
     def close(self) -> None:
@@ -100,13 +100,13 @@ class EventLoop:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Handle what has happened; return after the first event, after `timeout_s` or at the deadline."""
+        """Handle events; return after the first event, after `timeout_s` or at the deadline."""
         timeout = timeout_s
         if self.deadline is not None:
             left_s = max(0.0, self.deadline - time.monotonic())
             timeout = left_s if timeout_s is None else min(timeout_s, left_s)
         for key, _ in self._selector.select(timeout):
-            if self.is_watched(key.fd):  # an earlier callback may have closed it
+            if self.is_watched(key.fd):  # an earlier callback may have closed the descriptor
                 key.data()
 
     def _drain_wakes(self) -> None:

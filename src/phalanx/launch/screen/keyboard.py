@@ -1,4 +1,4 @@
-"""Passes on what is typed under ``phalanx run``: to the first rank, or to the debugger of a rank that asks for it."""
+"""Passes on what is typed under ``phalanx run``: to the first rank, or to a debugger that asks for the terminal."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from phalanx.wire.lines import receive_line
 from phalanx.wire.peer import peer_of
 from phalanx.wire.places import make_path
 
-_END_OF_INPUT = b"\x04"  # Ctrl-D, which a terminal takes for the end of input
-_HELLO_S = 1.0  # time in which a process that asks for the terminal must tell its rank
+_END_OF_INPUT = b"\x04"  # Ctrl-D, which a terminal treats as the end of input
+_HELLO_S = 1.0  # time in which a process that asks for the terminal must name its rank
 _RUNS = RUNS.encode()
 
 
@@ -33,15 +33,15 @@ class Keyboard:
     """The launcher's own input, which one rank at a time reads.
 
     Args:
-        screen: Screen for a debugger's prompt, even if output of its rank is not shown.
-        terminal_pid: Process that the shell started.
+        screen: Screen for a debugger's prompt, even if the output of the debugger's rank is not shown.
+        terminal_pid: Process id of the process that the shell started.
     """
 
     def __init__(self, events: EventLoop, screen: Screen, terminal_pid: int) -> None:
         self._events, self._screen, self._terminal_pid = events, screen, terminal_pid
         self._first: Rank | None = None  # the first rank, which gets our input through its terminal
         self._debugger: _Debugger | None = None  # the debugger that has our terminal now
-        self._runs = False  # whether the program under `_debugger` runs, so that it shows no prompt
+        self._runs = False  # whether the program under `_debugger` is running, so that there is no prompt
         self._view: LiveStream | None = None
         self._queue: list[_Debugger] = []  # debuggers that wait for the terminal
         self._running: list[_Debugger] = []  # debuggers that had the terminal and have not asked for it again
@@ -57,7 +57,7 @@ class Keyboard:
         return {_env.PROMPT_VARIABLE: self._path if self._listener is not None else ""}
 
     def stdin_of(self, rank: Rank) -> int:
-        """Return the stdin of the first rank: our own input, or its terminal, to which our input is passed on."""
+        """Return the stdin of the first rank: our own input, or the rank's terminal, to which we pass our input on."""
         self._first = None
         if not os.isatty(0):
             with contextlib.suppress(OSError):  # our stdin is closed
@@ -96,13 +96,13 @@ class Keyboard:
         if not typed or self._first is None:
             self._events.unwatch(0)
         if self._first is not None:
-            with contextlib.suppress(BlockingIOError):  # the rank does not read, so what is typed ahead is dropped
+            with contextlib.suppress(BlockingIOError):  # the rank does not read, so the input is dropped
                 os.write(self._first.stdout.fd, typed or _END_OF_INPUT)
 
     # ------------------------------------------------------------ debuggers take turns
 
     def _lend(self) -> None:
-        """Accept a rank that asks for the terminal."""
+        """Accept the connection of a debugger that asks for the terminal."""
         assert self._listener is not None
         connection, _ = self._listener.accept()
         try:
@@ -117,7 +117,7 @@ class Keyboard:
         self._lend_to_next()
 
     def _lend_to_next(self) -> None:
-        """Give the terminal to the debugger that has waited longest, unless another is at its prompt."""
+        """Give the terminal to the debugger that has waited longest, unless another debugger is at its prompt."""
         if not self._queue or (self._debugger is not None and not self._runs):
             return
         if (before := self._debugger) is not None:  # `before` is queued again when it writes

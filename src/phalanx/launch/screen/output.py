@@ -1,14 +1,14 @@
 """The output of all ranks, on one terminal or in one pipe, without mixing lines.
 
 Every rank's lines are written whole, each with the prefix ``[rank N]``. On a terminal, rank 0 is shown live instead,
-character by character, so that its progress bar moves; lines of other ranks are inserted above the line that it is
-writing. While a debugger's prompt is open, the prompt is live, and rank 0 is shown like the others.
+character by character, so that its progress bar moves; lines of other ranks are inserted above the line that rank 0 is
+writing. While a debugger's prompt is open, the prompt is live, and rank 0 is shown like the other ranks.
 
-If we are on a terminal, rank 0 writes to a pseudo-terminal; all others write to pipes. The pseudo-terminal is narrower
-than the screen by the length of the prefix, because a progress bar that wraps can't be rewritten in place; for the same
-reason, a COLUMNS variable that is too large is emptied for the rank. The Trainer's bar uses rich, which captures stderr
-and shows it on stdout. Under ``phalanx run``, warnings bypass rich; otherwise those of rank 0 would look different from
-those of other ranks.
+If we are on a terminal, rank 0 writes to a pseudo-terminal; all other ranks write to pipes. The pseudo-terminal is
+narrower than the screen by the length of the prefix, because a progress bar that wraps can't be rewritten in place; for
+the same reason, a COLUMNS variable that is too large is emptied for the rank. The Trainer's bar uses rich, which
+captures stderr and shows it on stdout. Under ``phalanx run``, warnings bypass rich; otherwise the warnings of rank 0
+would look different from the warnings of other ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STDOUT, _STDERR = 1, 2
 _ATOMIC_BYTES = select.PIPE_BUF  # once a pipe has room, writing this much never blocks
 _LOOK_UP_MS = 100
 _MAX_LINE_BYTES = 1 << 20  # a longer line is cut, so that a rank that never ends its line can't fill the memory
-_MAX_KEPT_BYTES = 1 << 14  # most that is kept of the line under the cursor: more than a terminal shows
+_MAX_KEPT_BYTES = 1 << 14  # size limit for the line under the cursor; a terminal shows less
 _MAX_SEQUENCE_BYTES = 1 << 12  # anything longer does not count as an escape sequence
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 
@@ -37,7 +37,7 @@ _HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 
 
 def printable(text: str) -> bytes:
-    """Return a text of the launcher without control characters, which may come from ranks or hosts that it quotes."""
+    """Return a text of the launcher without the control characters of ranks or hosts that the text quotes."""
     return text.translate(_CONTROLS).encode(errors="backslashreplace")
 
 
@@ -68,7 +68,7 @@ class Screen:
         self._poll.register(fd, select.POLLOUT)
         self.is_terminal: bool = os.isatty(fd)
         # State of the live rank, whose stdout and stderr share the cursor, as without a launcher.
-        self.open_line: bytes = b""  # what the terminal shows of the line that has not ended
+        self.open_line: bytes = b""  # the unfinished line, as the terminal shows it
         self.style = b""  # escape sequences for the style, received before the line began
         self.writer: LiveStream | None = None  # the stream that writes the open line
         self.borrower: LiveStream | None = None  # a debugger whose prompt is at the cursor; other lines go above it
@@ -85,7 +85,7 @@ class Screen:
         self.write(_ERASE_LINE + lines + self.open_line if self.open_line else lines)
 
     def end_line(self) -> None:
-        """Move the cursor to the start of a new line, unless it is at the start of one."""
+        """Move the cursor to the start of a new line, unless it is already at the start of a line."""
         if self.open_line:
             self.open_line = b""
             if self.writer is not None:
@@ -99,7 +99,7 @@ class Screen:
             self.end_line()
 
     def write(self, data: bytes) -> None:
-        """Write all of `data`; after a failure, such as a full disk, say so and drop the rest."""
+        """Write all of `data`; after a failure, such as a full disk, report the failure and drop the rest."""
         if (last := max(data.rfind(_HIDE_CURSOR), data.rfind(_SHOW_CURSOR))) >= 0:
             self._hides_cursor = data.startswith(_HIDE_CURSOR, last)
         view = memoryview(data)
@@ -122,7 +122,7 @@ class Screen:
 
 
 class LineStream:
-    """Forwards the output of a rank in whole lines. If a line was rewritten, only its last state is forwarded."""
+    """Forwards the output of a rank in whole lines. If a line was overwritten, only its last state is forwarded."""
 
     def __init__(self, screen: Screen, line_prefix: bytes) -> None:
         self._screen = screen
@@ -148,7 +148,7 @@ class LineStream:
         return pending
 
     def _line(self, line: bytes) -> bytes:
-        # A progress bar overwrites its line after each "\r", so a terminal shows only what follows the last one.
+        # A progress bar overwrites its line after each "\r", so a terminal shows only the text after the last "\r".
         shown = line.rstrip(b"\r").rpartition(b"\r")[2] if b"\r" in line else line
         return self._prefix + shown + b"\n"
 
@@ -156,18 +156,18 @@ class LineStream:
 class LiveStream:
     """Forwards the output of the one rank that owns the cursor, with a prefix at the start of each line.
 
-    Escape sequences that move the cursor or erase are forwarded at once. Those that set a style wait until the prefix
-    is written, because the prefix resets the style.
+    Escape sequences that move the cursor or erase are forwarded at once. Escape sequences that set a style wait until
+    the prefix is written, because the prefix resets the style.
 
     Attributes:
-        is_cut: Whether another writer has ended our line on the screen, so that the newline still to come is dropped.
+        is_cut: Whether another writer has ended our line on the screen, so that our own newline has to be dropped.
     """
 
     def __init__(self, screen: Screen, line_prefix: bytes) -> None:
         self._screen = screen
         self._prefix = line_prefix
         self._pending = b""
-        self._aside = LineStream(screen, line_prefix)  # takes the output while another stream has the cursor
+        self._aside = LineStream(screen, line_prefix)  # gets the output while another stream has the cursor
         self.is_cut = False
 
     def feed(self, data: bytes) -> None:

@@ -2,8 +2,9 @@
 
 A traceback that begins on a rank's stderr is not shown on the screen at once. If the rank ends, the traceback goes into
 the report of the failure. If the rank does not end within 5 s (30 s after torch's own prefix, which only an uncaught
-exception has), it has evidently gone on, and the traceback is shown. The logs get everything at once. A log that can't
-be written does not end the job: training may write to another disk, and this one may be full because of the logs.
+exception has), it has evidently continued, and the traceback is shown. The logs get everything at once. A log that
+can't be written does not end the job: training may write to another disk, and the disk of the logs may be full because
+of the logs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from phalanx.record.notes import has_ended_for_restart, was_preempted
 
 _LOST_INTERRUPT = re.compile(rb"^Exception ignored [^\n]*\n(?:[ T][^\n]*\n)*KeyboardInterrupt", re.MULTILINE)
 _MAX_READS = 64  # buffers; more than a full pipe holds
-_TAIL_BYTES = 64 * 1024  # kept of stderr: enough for the longest traceback that anybody reads
+_TAIL_BYTES = 64 * 1024  # size of the part of stderr that is kept
 
 
 class Output:
@@ -42,10 +43,10 @@ class Output:
 
     Attributes:
         fd: The launcher's end of the pipe or terminal; reading it does not block.
-        rank_fd: The rank's end, until it is handed over.
+        rank_fd: The rank's end of the pipe or terminal, until this end is handed over.
         tail: Last part of the output, which is searched for the cause of a failure.
         log_problem: Reason why the log is incomplete; "" if it is complete.
-        ended: Whether no process can write to it any more.
+        ended: Whether no process can write to the stream any more.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Output:
 
     @property
     def is_holding(self) -> bool:
-        """Whether a traceback is held back until it is known whether the rank ends with it."""
+        """Whether a traceback is held back until it is known whether the rank ends with this traceback."""
         return self._view is not None and self._view.is_holding
 
     def release_late(self) -> None:
@@ -166,7 +167,7 @@ class Output:
                 self._view.finish()
 
     def hand_over(self) -> None:
-        """Close our copy of the rank's end, because the rank has its own now."""
+        """Close our copy of the rank's end, because the rank now has a copy of its own."""
         os.close(self.rank_fd)
         self.rank_fd = -1
 
@@ -211,7 +212,7 @@ class Rank:
 
     @property
     def said_why(self) -> bool:
-        """Whether the rank has printed an exception that no other rank caused, so that it has ended or soon will."""
+        """Whether the rank has printed an exception that no other rank caused; it then has ended or will soon end."""
         words = self._last_words()
         return bool(words.kind) and not is_victim(words)
 
@@ -226,7 +227,7 @@ class Rank:
         """
         code = os.waitstatus_to_exitcode(status)
         self._drain(is_reported=is_reported and code != 0)
-        is_crash = code < 0 and not self.asked_to_end  # even if it raised before: stderr shows where it crashed
+        is_crash = code < 0 and not self.asked_to_end  # even if it raised earlier: stderr shows where it crashed
         words = read_stderr(self.stderr.tail) if is_crash else self._last_words() if code else LastWords()
         self.end = self._outcome(code, words)
         if self.end.failed:
@@ -234,7 +235,7 @@ class Rank:
         return self.end
 
     def record_pause(self) -> Ending:
-        """Record that an exception ended the rank's part in this attempt, and that its process waits for the next."""
+        """Record that an exception ended the rank's part in this attempt; its process waits for the next attempt."""
         self._drain(is_reported=True)
         code = PREEMPTED_CODE if has_ended_for_restart(self.folder) else 1
         self.pause = self._outcome(code, self._last_words())
@@ -260,7 +261,7 @@ class Rank:
 
 
 def _open_terminal(screen: Screen) -> tuple[int, int]:
-    """Return the launcher's and the rank's side of a terminal as large as the screen, so that progress bars work."""
+    """Return the launcher's side and the rank's side of a terminal that is as large as the screen."""
     ours, theirs = os.openpty()
     tty.setraw(theirs)  # so that newlines are translated once, by the real terminal
     modes = termios.tcgetattr(theirs)

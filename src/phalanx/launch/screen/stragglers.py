@@ -1,4 +1,4 @@
-"""Prints one line when a rank has slowed the others down for a minute, judging by what ranks record anyway."""
+"""Prints one line when a rank has slowed the others down for a minute; reads the black boxes that ranks keep anyway."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 LOOK_S = 1.0
 """Time between two reads of the boxes; short enough that a rank rarely fills its box in between."""
 
-_LEAST_COST = 0.05  # fraction of a step that a rank must cost the others to be named
+_LEAST_COST = 0.05  # a rank is named if it costs the other ranks this fraction of a step
 _LEAST_S = 60.0
 _JUDGE_S = 10.0
-_MOST_EVENTS = 2000  # most events read from all ranks together; if there are more, the newest serve as a sample
-_LEAST_EVENTS = 100  # fewest events read from each rank, however many ranks there are
+_MOST_EVENTS = 2000  # limit for the events read from all ranks; if there are more, the newest serve as a sample
+_LEAST_EVENTS = 100  # at least this many events are read from each rank, however many ranks there are
 
 
 class StragglerWatch:
@@ -30,7 +30,7 @@ class StragglerWatch:
         now_s: Function that returns the time.
 
     Attributes:
-        line: Current summary, if a rank costs too much; otherwise "".
+        line: Current summary, if a rank costs the others too much; otherwise "".
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StragglerWatch:
         self._ledger: Ledger | None = None
         self._next_s = self._judge_s = now_s() + _JUDGE_S
         self._named: Sequence[int] = ()  # ranks that the last summary named
-        self._since_s = 0.0  # since when every summary has named them
+        self._since_s = 0.0  # time since which every summary has named them
         self._said: set[int] = set()
 
     @property

@@ -1,6 +1,6 @@
 """Shows a warning only once if several ranks print it, and names these ranks.
 
-A warning is held back for half a second, in which other ranks may print the same one.
+A warning is held back for half a second, in which other ranks may print the same warning.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WarningFilter:
         return any(not warning.is_shown for warning in self._warnings.values())
 
     def take(self, rank: int, text: bytes) -> None:
-        """Take a rank's warning, which must consist of whole lines; show it as soon as all ranks have printed it."""
+        """Record a rank's warning, which must consist of whole lines; show it as soon as all ranks have printed it."""
         key = _LOGGED.sub(b"", text)
         warning = self._warnings.setdefault(key, _Warning(text, time.monotonic()))
         warning.ranks.add(rank)
@@ -52,10 +52,10 @@ class WarningFilter:
             self._tell(warning)
 
     def flush(self, *, late_only: bool = False) -> None:
-        """Show what has been gathered.
+        """Show the gathered warnings.
 
         Args:
-            late_only: Whether to show only what has waited long enough for other ranks.
+            late_only: Whether to show only warnings that have waited long enough for other ranks.
         """
         latest_s = time.monotonic() - (SAME_S if late_only else 0)
         for warning in self._warnings.values():

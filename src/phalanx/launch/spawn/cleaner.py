@@ -1,8 +1,9 @@
 """Ends the processes that forked ranks have started, however the ranks or their parent end.
 
-If the parent is killed, the kernel kills the ranks, but not the processes below them. Those are killed by the cleaner,
-a shell that knows the ranks' process groups and waits for the end of its input. As long as the parent lives, the parent
-itself adopts processes that ranks leave behind, recognises them by the rank's pid in their environment, and kills them.
+If the parent is killed, the kernel kills the ranks, but not the processes that the ranks have started. The cleaner then
+kills these. It is a shell that knows the ranks' process groups, and that waits for the end of its input. As long as the
+parent lives, the parent itself adopts processes that ranks leave behind, recognizes them by the rank's pid in their
+environment, and kills them.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ class Cleaner:
 
     @property
     def fd(self) -> int:
-        """Descriptor by which the cleaner sees that this process is alive; -1: none."""
+        """Descriptor by which the cleaner sees that this process is alive; -1: there is no such descriptor."""
         return self._pipe
 
     def watch(self, pids: Sequence[int]) -> None:
-        """Have the process groups of exactly these ranks killed if this process is killed."""
+        """Tell the cleaner to kill the process groups of exactly these ranks if this process is killed."""
         if self._owner != os.getpid():
             self._start()
         with contextlib.suppress(OSError):  # the cleaner itself was killed
             os.write(self._pipe, f"{' '.join(map(str, pids))}\n".encode())
 
     def let_go(self) -> None:
-        """Close, in a forked rank, the pipe that keeps the cleaner waiting."""
+        """In a forked rank, close the inherited copy of the pipe that keeps the cleaner waiting."""
         if self._pipe >= 0 and self._owner != os.getpid():
             os.close(self._pipe)
             self._pipe = -1
@@ -74,7 +75,7 @@ class Cleaner:
         finally:
             os.close(theirs)
         self.pid, self._owner = self._process.pid, os.getpid()
-        self._process.returncode = 0  # nobody waits for it; this keeps Python from warning about that
+        self._process.returncode = 0  # otherwise Python would warn that nobody has waited for it
 
 
 cleaner = Cleaner()
@@ -82,9 +83,9 @@ cleaner = Cleaner()
 
 
 class Orphans:
-    """Adopts the processes that ranks forked from now on leave behind, in any session, and kills them in `end`.
+    """Adopts processes left behind by the ranks that are forked from now on, in any session, and kills them in `end`.
 
-    While this object is in use, the process also adopts orphans of its other descendants, but leaves them alone.
+    While this object is in use, the process also adopts orphans of its other descendants, but leaves those alone.
     Children that another thread has started appear in that thread's list in ``/proc``, so they are not mistaken for
     orphans.
     """
@@ -96,10 +97,10 @@ class Orphans:
         adopt_orphans(True)
 
     def end(self, ranks: Sequence[int]) -> None:
-        """Kill and reap the orphans of ranks, with all their descendants. Idempotent.
+        """Kill and reap the orphans of `ranks`, with all their descendants. Idempotent.
 
         Args:
-            ranks: Process ids of the ranks, which have been waited for.
+            ranks: Process ids of the ranks, which must have been reaped.
         """
         if self._is_over:
             return

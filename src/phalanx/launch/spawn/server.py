@@ -1,7 +1,7 @@
 """The first module that the fork server of `phalanx.spawn` imports: puts a reaper between the server and its parent.
 
-Nothing else imports it. With a warm start, the server is a fork of a warm process, which runs this module again; the
-process that multiprocessing started is then only a stand-in for the server.
+Nothing else imports this module. With a warm start, the server is a fork of a warm process, and imports this module
+again; the process that multiprocessing started is then only a stand-in for the server.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ fork_server()
 
 @functools.cache
 def _keep_sharing() -> None:
-    """Let ranks share the memory of what this server has imported by the time it forks the first rank."""
+    """Let ranks share the memory of all modules that this server has imported when it forks the first rank."""
     share_pages()
-    atexit.register(gc.unfreeze)  # otherwise libraries would report as leaked what the server can't collect at its end
+    atexit.register(gc.unfreeze)  # otherwise libraries would report frozen objects as leaked
 
 
 os.register_at_fork(before=_keep_sharing)

@@ -1,7 +1,7 @@
 """`phalanx.spawn`: a function on several ranks of this machine, from a script, a notebook or a test.
 
-Each rank imports the script, as with ``torch.multiprocessing.spawn``, so top-level code such as a seed takes effect
-there. A function that a notebook's cell or ``python -c`` defines is sent by value (cloudpickle).
+Each rank imports the script, as with ``torch.multiprocessing.spawn``, so top-level code such as a seed takes effect in
+each rank. A function that a notebook's cell or ``python -c`` defines is sent by value (cloudpickle).
 """
 
 from __future__ import annotations
@@ -40,25 +40,26 @@ def spawn(
     """Run ``fn(rank, *args)`` in `nprocs` processes, like ``torch.multiprocessing.spawn``, and return the results.
 
     Each rank has torchrun's environment, so ``init_process_group()`` needs no arguments. Cores are divided among the
-    ranks, through OMP_NUM_THREADS unless it is set. No rank outlives this process, or the failure of another rank.
-    Processes that a rank starts end with the rank; those that leave its process group end with this process.
+    ranks through OMP_NUM_THREADS, unless the user has set this variable. No rank outlives this process, or the failure
+    of another rank. Processes that a rank starts end with the rank; if they leave the rank's process group, they end
+    with this process.
 
     Args:
-        fn: Function of a module, of a script that guards its call with ``if __name__ == "__main__":``, or of a
-            notebook; or a lambda.
+        fn: Function of a module, a script or a notebook, or a lambda. A script must guard its call of `spawn` by a test
+            for ``__name__ == "__main__"``.
         args: Arguments after the rank; they are pickled.
         nprocs: Number of ranks, at least 1.
         join: Whether to wait for the ranks and return their results in rank order; otherwise a `SpawnContext` is
             returned at once.
         daemon: Whether the ranks are daemonic, as in ``multiprocessing.Process``: they may have no children.
-        start_method: Accepted for the sake of torch's signature and otherwise ignored; as in torch, any value but
-            "spawn" causes a warning. Ranks are always forked from a server process that has imported torch.
+        start_method: Accepted for compatibility with torch's signature, and otherwise ignored; as in torch, any value
+            but "spawn" causes a warning. Ranks are always forked from a server process that has imported torch.
         warm: Whether the server itself is forked from a process that has already imported torch and outlives this
             script, so that the first call of a script is as fast as later ones. PHALANX_WARM=1 has the same effect.
 
     Raises:
-        RankError: A rank raised or died. The error names the first rank that failed by itself, not because of another,
-            and has the remote traceback; its ``error`` is the exception itself.
+        RankError: A rank raised or died. The error names the first rank that failed on its own, not because of another
+            rank, and has the remote traceback; its ``error`` is the exception itself.
         TypeError: `fn` is not a function, or `fn` or `args` can't be sent to another process.
         ValueError: `nprocs` is not a whole number of at least 1.
 
@@ -88,7 +89,7 @@ def spawn(
 
 
 class SpawnContext:
-    """Running ranks of ``spawn(..., join=False)``.
+    """Ranks that ``spawn(..., join=False)`` has started.
 
     Attributes:
         results: Results of the ranks, in rank order, once `join` has returned True.
@@ -139,7 +140,7 @@ class SpawnContext:
     def join(self, timeout: float | None = None) -> bool:
         """Wait for the ranks, and return whether all have ended.
 
-        When a rank fails, the others are ended. Ctrl-C is passed on to the ranks.
+        When a rank fails, the other ranks are ended. Ctrl-C is passed on to the ranks.
 
         Args:
             timeout: Seconds to wait at most; None: no limit.

@@ -1,4 +1,4 @@
-"""The rank's side of `phalanx.spawn`: what it is sent, how it starts, and how it reports."""
+"""The rank's side of `phalanx.spawn`: the data that a rank receives, how it starts, and how it reports."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ class Assignment:
             descriptors. A rank that is forked from the parent gets the pair itself.
         folder: Folder for the files of this call's ranks.
         notes: File in which the parent records the ranks that have ended.
-        environ: Environment of every rank, beside the variables from `attempt`.
-        memory: Treatment of memory that ranks free.
-        start_method: The parent's start method, for processes of a rank such as a data loader's workers.
+        environ: Environment of every rank, apart from the variables that follow from `attempt`.
+        memory: Policy for large blocks of memory that ranks free.
+        start_method: The parent's start method, which a rank uses for its own processes, such as a data loader's
+            workers.
     """
 
     call: bytes | tuple[Callable[..., Any], tuple[Any, ...]]
@@ -122,7 +123,7 @@ def _load_call(
 
 
 def _named_by(fn: Callable[..., Any]) -> object:
-    """Return the object to which the name of `fn` refers; it is not `fn` if the name was bound again."""
+    """Return the object to which the name of `fn` now refers; another object if the name was bound again."""
     found: object = sys.modules.get(fn.__module__)
     for part in fn.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -137,8 +138,8 @@ def load_function(function: Function | Callable[..., Any]) -> Callable[..., Any]
 def dumps(value: object) -> bytes:
     """Return `value` pickled for another process of this group.
 
-    Functions and classes are pickled by name if that process can import them. Lambdas, and what a notebook's cell or
-    ``python -c`` defines, can't be imported, and are pickled by value.
+    Functions and classes are pickled by name if that process can import them. Otherwise, as with lambdas and with
+    functions and classes of a notebook's cell or of ``python -c``, they are pickled by value.
     """
     if _main_can_be_imported():
         with contextlib.suppress(Exception):
@@ -227,10 +228,10 @@ def _answer(value: Any) -> bytes | Exception:
 
 
 def call(fn: Callable[..., Any], form: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Return what the user's function returns.
+    """Call the user's function and return its result.
 
     Args:
-        form: Form of the call, such as ``rank, *args``; shown in the error if `fn` takes other arguments.
+        form: Form of the call, such as ``rank, *args``; shown in the error if `fn` does not accept these arguments.
     """
     try:
         return fn(*args, **kwargs)
@@ -244,7 +245,7 @@ def call(fn: Callable[..., Any], form: str, /, *args: Any, **kwargs: Any) -> Any
 
 
 def _call(fn: Callable[..., Any], rank: int, args: tuple[Any, ...], *, is_script: bool) -> Any:
-    """Return what a rank's function returns; ``sys.exit()`` is a normal end with `is_script`, a failure without."""
+    """Call a rank's function and return its result; ``sys.exit()`` is a failure unless `is_script`."""
     try:
         return call(fn, "rank, *args", rank, *args)
     except SystemExit as end:
@@ -259,7 +260,7 @@ def _settle(rank: int, assignment: Assignment) -> None:
     os.setpgid(0, 0)  # out of the terminal's group: the spawning process passes Ctrl-C on
     _let_go_of_server()
     cleaner.let_go()
-    if isinstance(assignment.call, bytes):  # not in a test, which goes on with its parent's random state
+    if isinstance(assignment.call, bytes):  # not in a test, which continues with its parent's random state
         draw_anew()
     os.sched_setaffinity(0, assignment.cpus)
     stacks = open(os.path.join(assignment.folder, f"stacks_{rank}"), "w")  # noqa: SIM115 until the end
@@ -293,7 +294,7 @@ def _let_go_of_server() -> None:
 def _report(pipe: connection.Connection, error: BaseException) -> None:
     when_s = time.monotonic()
     words = LastWords.of_error(error)
-    from phalanx.record import writer  # here: it loads the core, which the spawning process may not need
+    from phalanx.record import writer  # not at the top: it loads the core, which the parent may not need
 
     writer.note(words.note)
     stand_in = RuntimeError(class_and_message(error))

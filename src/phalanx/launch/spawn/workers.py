@@ -1,10 +1,10 @@
 """The parent's side of `phalanx.spawn`: starts the ranks, receives their messages, signals them and ends them.
 
-Ranks are forked from a server process that has imported torch and that ends with this process, so that a group of two
-starts in a tenth of a second. torch read the environment when it was imported, so each set of values of the variables
-that it reads needs a server of its own. At most four are kept; the least recently used one without ranks ends first.
-Variables that the launcher itself sets do not need another server: the number of threads is also set in the rank, and
-the way in which threads wait is decided when a server starts.
+Ranks are forked from a server process, which has imported torch and ends with this process. So a group of two ranks
+starts in a tenth of a second. torch read some environment variables when the server imported it, so ranks with other
+values of these variables need another server. At most four servers are kept; the least recently used one without ranks
+ends first. Variables that the launcher itself sets do not need another server: the number of threads is also set in the
+rank, and the way in which threads wait is decided when a server starts.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from phalanx.record.memory import BoxMemory
 from phalanx.rendezvous.launched import Notes
 from phalanx.wire.sockets import keep_paths_short
 
-# Modules that every rank needs, imported once in the server. The first one puts a reaper above the server. None may
-# start a thread.
+# Modules that every rank needs, imported once in the server. The first one puts a reaper above the server. No module in
+# this list may start a thread.
 _PRELOAD = ("phalanx.launch.spawn.server", *RANK_MODULES, "phalanx.launch.spawn.worker")
 # If this process has imported one of these modules, its ranks will soon need it, too. The first optimizer imports
 # torch._dynamo, which is slow.
@@ -64,7 +64,7 @@ class _Servers:
         self._states: dict[frozenset[tuple[str, str]], dict[str, Any]] = {}  # least recently used first
 
     def choose(self, environ: Mapping[str, str]) -> None:
-        """Make multiprocessing use the server for an environment; if there is none, it will start one."""
+        """Make multiprocessing use the server for an environment, or start one if there is none yet."""
         server = forkserver._forkserver
         names = [name for name in vars(server) if name.startswith("_forkserver_")]
         state = self._states.pop(frozenset(relevant(environ).items()), None) or dict.fromkeys(names)
@@ -73,22 +73,23 @@ class _Servers:
             pass
 
     def keep(self, environ: Mapping[str, str]) -> None:
-        """Store multiprocessing's state about the server that it uses now."""
+        """Store multiprocessing's state of the server that is now in use."""
         known = vars(forkserver._forkserver)
         state = {name: value for name, value in known.items() if name.startswith("_forkserver_")}
         self._states[frozenset(relevant(environ).items())] = state
 
     @property
     def known(self) -> tuple[set[int], set[int]]:
-        """Process ids of all servers, and the descriptors that keep them alive."""
+        """Process ids of all servers, and the descriptors that keep the servers alive."""
         states = self._states.values()
         return {one["_forkserver_pid"] for one in states}, {one["_forkserver_alive_fd"] for one in states}
 
     def _end_one(self) -> bool:
         """End the least recently used server without ranks; return whether there was one.
 
-        A server that a warm process has forked is left alone, because it is not a child of the process that
-        multiprocessing started.
+        Whether a server has ranks is found through the process that multiprocessing started, normally the server's
+        parent. A server that a warm process has forked is not a child of that process, so its ranks can't be seen and
+        it is left alone.
         """
         for key, state in self._states.items():
             reaper = state["_forkserver_pid"]
@@ -109,13 +110,13 @@ servers = _Servers()
 
 
 def start_server(environ: Mapping[str, str] | None = None, *, warm: bool = False) -> None:
-    """Start the process that ranks are forked from, unless it runs; it ends with this process, and its ranks with it.
+    """Start the server from which ranks are forked, unless it is running. Server and ranks end with this process.
 
-    Ranks with other settings for ``import torch`` are forked from another server. Up to four servers are kept; a server
-    that has ranks is always kept.
+    Ranks in whose environment ``import torch`` would read other values are forked from another server. Up to four
+    servers are kept; a server that has ranks is always kept.
 
     Args:
-        environ: Environment of the server's ranks; None: that of this process.
+        environ: Environment of the server's ranks; None: the environment of this process.
         warm: Whether the server is forked from a process that has imported torch and outlives this process, as with
             ``phalanx run --warm``. PHALANX_WARM=1 has the same effect.
 
@@ -156,8 +157,8 @@ class Workers:
         num_threads: Number of torch's threads in each rank.
         daemon: Whether the ranks are daemonic, as in ``multiprocessing.Process``.
         warm: Whether the first ranks of this process may be forked from a warm process, see `start_server`.
-        forked: Whether ranks are forked from this very process, so that `fn` and `args` need not be picklable. It must
-            have imported what ranks need, and hold nothing that can't be forked.
+        forked: Whether ranks are forked from this very process, so that `fn` and `args` need not be picklable. This
+            process must then have imported what ranks need, and must hold nothing that can't be forked.
 
     Raises:
         TypeError: `fn` or `args` can't be sent to another process.
@@ -186,7 +187,7 @@ class Workers:
         self._notes = Notes()
         self._notes.note_attempt("phalanx.spawn", "", "", num_ranks)
         self._boxes = BoxMemory(num_ranks)
-        # Ranks that are forked from this process run a test, which ends before it pays to keep freed memory.
+        # Ranks that are forked from this process run a test; it ends too soon for kept memory to be of use.
         wanted = environ.get(_env.MEMORY_VARIABLE, "default" if forked else "auto")
         self._forked = forked
         self._orphans = Orphans() if forked else None
@@ -219,7 +220,7 @@ class Workers:
         streams = (Inherited(1), Inherited(2)) if start_method == "forkserver" else (None, None)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()  # so that our output comes before that of the ranks
+                stream.flush()  # so that our output is printed before the ranks' output
         for rank in range(assignment.attempt.world_size):
             ours, theirs = context.Pipe()
             args = (rank, assignment, theirs, *streams)
@@ -254,8 +255,8 @@ class Workers:
         """Reject a script that starts ranks when it is imported, because each rank imports it.
 
         Args:
-            call: Call that has started the ranks.
-            instead: Alternative to that call, which the error shows.
+            call: Call that has started the ranks, in the form that the error shows.
+            instead: Alternative to that call, which the error shows, too.
 
         Raises:
             RuntimeError: A rank has reached the call; the message shows the right form.
@@ -269,7 +270,8 @@ class Workers:
     def pump(self, deadline: float | None) -> None:
         """Process what the ranks have sent; return after the first event or at `deadline`.
 
-        If the deadline is more than an hour away, return after an hour without an event. None: no deadline.
+        If the deadline is more than an hour away, return after an hour without an event. If `deadline` is None, there
+        is no limit.
         """
         sources: dict[Any, Handle] = {}
         for handle in self.handles:
@@ -282,7 +284,7 @@ class Workers:
                 self._note_end(handle.outcome)
 
     def _note_end(self, outcome: Ending) -> None:
-        """Tell the ranks that wait for this one that it has ended."""
+        """Record the end of a rank where ranks that wait for it will see the end."""
         self._notes.note_end(outcome)
 
     def end(self, sig: int, grace_s: float) -> None:
@@ -326,7 +328,7 @@ def _sendable(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 @contextlib.contextmanager
 def _without_pseudo_file() -> Iterator[None]:
-    """Hide ``__main__.__file__`` if there is no such file, as in ``python - < train.py``; ranks would import it."""
+    """Hide ``__main__.__file__`` if it names no file, as in ``python - < train.py``; ranks would try to import it."""
     main = sys.modules["__main__"]
     name = getattr(main, "__file__", None)
     if name is None or os.path.exists(name):
@@ -343,7 +345,7 @@ class Handle:
     """One rank as the parent sees it; owns its pipe, its pidfd and its process object.
 
     Attributes:
-        points: Payloads that the rank sent with ``reached``, by point.
+        points: For each point that the rank has reported as ``reached``, the payload that the rank sent with it.
     """
 
     def __init__(
@@ -360,8 +362,8 @@ class Handle:
             self._pidfd: int | None = os.pidfd_open(process.pid)
         except ProcessLookupError:
             self._pidfd = None
-        # A forked rank's end is seen by its pidfd: multiprocessing's sentinel tells only when its children have ended,
-        # too.
+        # The end of a forked rank is seen by its pidfd, because multiprocessing's sentinel becomes ready only when the
+        # rank's children have ended, too.
         self._end = process.sentinel if self._pidfd is None or not forked else self._pidfd
 
     def sources(self) -> list[Any]:

@@ -1,14 +1,14 @@
-"""The client of ``phalanx run --warm``: hands the job over, stands in for it at the terminal, and ends as it ends.
+"""The client of ``phalanx run --warm``: hands the job over, stands for it at the terminal, and ends as the job ends.
 
 The job is forked elsewhere, but its streams, folder, umask, environment and open files (SCM_RIGHTS) are those of this
-process. The client passes signals on, and ends with the wait status that it is told. A command imports this module
-before anything else, so the module itself imports next to nothing.
+process. The client passes signals on, and ends with the wait status that the guard of the job reports. A command
+imports this module before anything else, so the module itself imports next to nothing.
 
-The warm process greets first, and only then does the client send its request. The child that is to become the job
+The warm process greets first, and only then does the client send its request. The child that will become the job
 answers "go", the client sends the open files, and the child answers "began". The files are sent so late because
-descriptors in the queue of a stopped process would keep pipes open for good. If anything fails before "began", the
-client starts the job cold; after it, nothing depends on the warm process. Together with "began" comes a pidfd of the
-supervisor, which the client keeps, so that ``phalanx why PID`` finds the job by the pid of its client.
+descriptors in the queue of a suspended process would keep pipes open for good. If anything fails before "began", the
+client starts the job cold; after "began", nothing depends on the warm process. With "began", the child sends a pidfd of
+the supervisor. The client keeps this pidfd, so that ``phalanx why PID`` finds the job by the pid of its client.
 
 The job has the terminal's descriptors but is in another session, so the kernel would let it read what is typed for the
 shell. Therefore the supervisor checks in ``/proc``, before it reads, that the client is in the foreground.
@@ -34,7 +34,7 @@ from phalanx.wire.packets import MAX_FDS, PacketSocket
 from phalanx.wire.peer import peer_of
 
 HANDSHAKE = "ready"
-"""First packet of a warm process; any other first packet says why the process can't serve."""
+"""First packet from a warm process; any other first packet says why the process can't serve."""
 _OURS = """
     SIGKILL SIGSTOP SIGCONT SIGCHLD SIGTTIN SIGTTOU SIGURG SIGSEGV SIGBUS SIGFPE SIGILL SIGTRAP SIGSYS SIGABRT SIGPIPE
 """
@@ -48,7 +48,7 @@ def is_asked_for(argv: Sequence[str] = ()) -> bool:
 
 
 def hand_over(kind: str, words: Sequence[str], *, passes_signals: bool = True, is_trial: bool = False) -> list[str]:
-    """Have a warm process do the work of this process, and end as that work ends. If none does, return their reasons.
+    """Let a warm process do the work of this process, and end with its status. If none does, return their reasons.
 
     Args:
         kind: "run" for a job of ``phalanx run``, "server" for the fork server of ``phalanx.spawn``.
@@ -70,15 +70,15 @@ def hand_over(kind: str, words: Sequence[str], *, passes_signals: bool = True, i
 
 
 def connect(path: str) -> PacketSocket | None:
-    """Return a connection to the warm process that listens at `path`; None if this user has none there."""
+    """Return a connection to this user's warm process that listens at `path`; None if there is no such process."""
     end = places.connect(path)
     return None if end is None else PacketSocket(end, marshals=True)
 
 
 def _greeted(channel: PacketSocket, path: str) -> str:
-    """Wait for a warm process, which may still be importing torch, to greet; return what is wrong with it, or "".
+    """Wait for the greeting of a warm process, which may still be importing torch; return the problem with it, or "".
 
-    A process that does not answer in time has been stopped or is stuck, and its socket is removed.
+    A process that does not answer in time is suspended or stuck, and its socket is removed.
     """
     deadline = time.monotonic() + WARM_IMPORT_S
     while True:
@@ -97,10 +97,10 @@ def _greeted(channel: PacketSocket, path: str) -> str:
 
 
 def _offer(channel: PacketSocket, kind: str, words: Sequence[str], is_trial: bool) -> str:
-    """Return "began", or "go" for a trial, or why the warm process refuses.
+    """Return "began" (for a trial, "go") if the warm process accepts the job, otherwise why it refuses.
 
     Open files are sent only after the process that becomes the job has answered: in the queue of a stuck process, they
-    would stay open. The pidfd that this process sends is kept, because `diagnose.jobs` finds the job by it.
+    would stay open. The pidfd that the new process sends stays open here, because `diagnose.jobs` finds the job by it.
     """
     try:
         folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
@@ -188,11 +188,11 @@ def _pass_signals_on(channel: PacketSocket) -> None:
         channel.send(sig)
 
     def stop(sig: int, _: FrameType | None) -> None:
-        """Stop this process and the job's ranks, as Ctrl-Z does."""
+        """Suspend this process and the job's ranks, as Ctrl-Z does."""
         channel.send(sig)
         signal.signal(sig, signal.SIG_DFL)
         os.kill(os.getpid(), sig)
-        signal.signal(sig, stop)  # reached once somebody has sent SIGCONT
+        signal.signal(sig, stop)  # reached after SIGCONT
         channel.send(int(signal.SIGCONT))
 
     for sig in set(range(1, signal.NSIG)) - _NOT_PASSED_ON:

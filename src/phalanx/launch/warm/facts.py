@@ -1,4 +1,4 @@
-"""Facts that a process inherits when it starts. A warm process serves only jobs that would inherit the same facts."""
+"""Inherited properties of a process. A warm process serves only jobs that would inherit the same properties."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STATUS = re.compile(
 )
 _FILES = ("cgroup", "limits", "oom_score_adj", "attr/current", "coredump_filter")
 _NAMESPACES = ("cgroup", "ipc", "mnt", "pid_for_children", "time_for_children", "user")
-_ENTERED = ("net", "uts")  # namespaces that a process may enter, and that no import of torch depends on
+_ENTERED = ("net", "uts")  # namespaces that a process may enter, and that do not influence an import of torch
 _IOPRIO_GET = {"x86_64": 251, "aarch64": 31}.get(platform.machine())
 _IOPRIO_WHO_PROCESS, _IOPRIO_CLASS_SHIFT = 1, 13
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -73,7 +73,7 @@ def enter_namespaces(pid: int) -> None:
     """Enter the network and UTS (host name) namespaces of process `pid`, where they differ from this process's.
 
     Raises:
-        OSError: Process `pid` has ended, or this process may not enter them.
+        OSError: Process `pid` has ended, or this process may not enter the namespaces.
     """
     for name in _ENTERED:
         path = f"/proc/{pid}/ns/{name}"
@@ -101,7 +101,7 @@ def relative_path(environ: Mapping[str, str]) -> str:
 
 
 class Watch:
-    """The files behind this process: the interpreter, the folders of packages, every imported module."""
+    """Watches the files that this process has loaded: the interpreter, package folders, every imported module."""
 
     def __init__(self) -> None:
         libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -127,16 +127,16 @@ class Watch:
         return next((path for path, before in self._namesakes.items() if self._namesakes_in(path) != before), "")
 
     def _namesakes_in(self, folder: str) -> set[str]:
-        """Return the names of imported modules, wherever they lie, that are also names of entries of a folder."""
+        """Return the top-level names of imported modules that a file or folder in `folder` also has."""
         with contextlib.suppress(OSError):
             return self._imported.intersection(name.partition(".")[0] for name in os.listdir(folder))
         return set()
 
 
 def _zip_of(entry: str) -> str:
-    """Return the zip file that a path entry is, lies in or may become; "" for a folder.
+    """Return the zip file of an entry of ``sys.path``: the file that contains the entry, or the entry itself.
 
-    The zip file is watched because ``zipimport`` caches the directories of zip files.
+    The result is "" for a folder. The zip file is watched because ``zipimport`` caches the directories of zip files.
     """
     if os.path.isdir(entry):
         return ""

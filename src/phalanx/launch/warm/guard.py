@@ -1,4 +1,4 @@
-"""The parent of a warm job's supervisor: tells the client how the supervisor ends, and ends the job if the client ends.
+"""The parent of a warm job's supervisor: reports the supervisor's end to the client, and ends the job with the client.
 
 Guards are children of the warm process, in sessions of their own; a running job does not depend on the warm process.
 The guard is the supervisor's parent, so it learns the wait status even of a supervisor that was killed. It is not the
@@ -39,7 +39,7 @@ _STREAMS = (0, 1, 2)
 def guard(
     channel: PacketSocket, client_pid: int, request: Mapping[str, Any], fds: Sequence[int], loaded: Loaded
 ) -> None:
-    """Fork what the client asks for and watch it; return only in ranks.
+    """Fork the process that the client asks for, and watch that process; return only in ranks.
 
     Args:
         request: Request that `client.hand_over` has sent, with the descriptors `fds`.
@@ -67,10 +67,10 @@ def guard(
 def _watch(channel: PacketSocket, pid: int, begun: int) -> NoReturn:
     """Tell the client how process `pid` ends, and pass the client's signals on to that process."""
     child = os.pidfd_open(pid)
-    # Until the job begins, the client talks to process `pid`, not to this one.
+    # Until the job begins, the client talks to process `pid`, not to this process.
     if not os.read(begun, 1):
         _, status = os.waitpid(pid, 0)
-        # If the process has answered as well, the client uses whichever answer came first.
+        # If the process has answered as well, the client uses the answer that arrives first.
         channel.send(f"has ended with {_ending(status)} before the job began")
         os._exit(0)
     poll = select.poll()
@@ -94,10 +94,10 @@ def _ending(status: int) -> str:
 
 
 class _Place:
-    """Gives this process the client's folder, umask and environment, and, once the client sends them, its open files.
+    """Gives this process the client's folder, umask and environment, and later the open files that the client sends.
 
     Args:
-        fds: Descriptors that came with the request: the client's current folder.
+        fds: Descriptors that arrived with the request: the client's current folder.
         tell: The pipe `Loaded.tell`.
         beginning: Pipe through which the guard learns that the job begins.
     """
@@ -125,17 +125,17 @@ class _Place:
             os.close(null)
 
     def refuse(self, why: str) -> NoReturn:
-        """Tell the client why it has to try another warm process, or none, and exit."""
+        """Tell the client why this process does not run the job, and exit; the client then looks elsewhere."""
         self._channel.send(why)
         os._exit(0)
 
     def take_streams(self, stay_s: float) -> None:
-        """Tell the client that the job begins here, and take over its open files; exit if the request is a trial.
+        """Tell the client that the job begins here, and take over the client's files; exit if the request is a trial.
 
         Once the client hears that the job has begun, it no longer runs the job itself, so nothing may fail after that.
 
         Args:
-            stay_s: Seconds for which the warm process is to stay after this job.
+            stay_s: Seconds for which the warm process should wait for another job after this job.
         """
         self._channel.send("go")
         if self.request["is_trial"]:
@@ -154,7 +154,7 @@ class _Place:
         self._channel.close()
         os.write(self._beginning, b"1")
         os.close(self._beginning)
-        with contextlib.suppress(OSError):  # the warm process may have ended, or be stopped
+        with contextlib.suppress(OSError):  # the warm process may have ended, or be suspended
             os.write(self._tell, struct.pack("d", stay_s))
         os.close(self._tell)
         for number, fd in zip(self._numbers, files, strict=True):  # a stream that the client lacks stays /dev/null

@@ -1,4 +1,4 @@
-"""The program that the site hook runs in a warm process: first imports what ranks share, then what serves clients."""
+"""The program that the site hook runs in a warm process: imports what ranks share, then the code of the server."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from phalanx.launch.processes.forker import SETTINGS_VARIABLE, import_shared
 
 
 def serve_warm(loaded_before: Collection[str]) -> None:
-    """Serve jobs; return only in their ranks, each of which then goes on into its script.
+    """Serve jobs; return only in their ranks, each of which then runs its script.
 
     Args:
-        loaded_before: Modules that Python itself loads at start.
+        loaded_before: Modules that Python itself loads when it starts.
     """
     place = _env.take(_env.WARM_SERVER_VARIABLE)
     settings = json.loads(_env.take(SETTINGS_VARIABLE))
@@ -34,6 +34,6 @@ def serve_warm(loaded_before: Collection[str]) -> None:
         share_pages()
         gc.enable()
         server.serve()
-    except BaseException as error:  # Python's site module would ignore the error and go on to run a script
+    except BaseException as error:  # Python's site module would ignore the error and run a script
         print(f"the warm process failed: {error!r}", file=sys.stderr, flush=True)
         os._exit(1)

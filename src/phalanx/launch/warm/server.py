@@ -1,13 +1,13 @@
 """The warm process: Python waits in its site hook, with torch imported, and forks a job for each client that asks.
 
-It has no threads, and keeps nothing of a job. It ends when nobody has needed it for a while, when a file that it has
+It has no threads, and keeps no state of a job. It ends when nobody has needed it for a while, when a file that it has
 imported has changed, or when it is told to end; running jobs continue.
 
-The client that starts the warm process makes the socket, before torch is imported. So if two jobs start at the same
-time, the second waits in the backlog and does not start another process. The mode of the socket file says whether torch
-has been imported, and thereby whether to wait two seconds or two minutes for the greeting. The warm process itself
-calls listen() once more, so that the kernel tells clients its pid, even while it is importing or stuck. The fork server
-of `phalanx.spawn` can be a fork of a warm process, too.
+The client that starts the warm process makes the socket, before torch is imported. So if two clients start at the same
+time, the second one waits in the socket's backlog and does not start another process. The mode of the socket file says
+whether torch has been imported, and thereby whether a client waits two seconds or two minutes for the greeting. The
+warm process itself calls listen() once more, so that clients get its pid from the kernel, even while it is importing or
+stuck. The fork server of `phalanx.spawn` can be a fork of a warm process, too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from phalanx.wire import places
 from phalanx.wire.packets import PacketSocket
 from phalanx.wire.peer import peer_of
 
-_LOOK_S = 60.0  # time between two checks that the socket is still there
+_LOOK_S = 60.0  # time between two checks that the socket still exists
 _MAX_WORDS_BYTES = 1 << 20
 
 
@@ -43,12 +43,12 @@ class WarmServer:
 
     Args:
         place: Descriptor of the listening socket, descriptor of a pipe with the output of the imports, and path of the
-            socket, as `starter.start` wrote them.
+            socket, in the form that `starter.start` writes.
         environ: Environment with which this process has imported torch.
         imports: Record of the modules that this process has imported.
-        before: Modules that Python itself had loaded at start.
+        before: Modules that Python itself had loaded when it started.
         shared: Modules that ranks find already imported.
-        trouble: Reason for which the imports failed; empty if they did not.
+        trouble: Reason why the imports failed; empty if they succeeded.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class WarmServer:
                 channel = self._accept()
                 if channel is not None and self._answer(channel):
                     return
-            if self._is_over:  # checked again: the socket may have been removed while this process was stopped
+            if self._is_over:  # checked again: the socket may have been removed while this process was suspended
                 self._leave()
 
     def _note_job(self, stay_s: float) -> None:
@@ -153,7 +153,7 @@ class WarmServer:
         return False
 
     def _refusal(self, request: Mapping[str, Any], pid: int) -> str:
-        """Return why the client's job must not be forked from this process; "" if it may be."""
+        """Return why the client's job must not be forked from this process; "" if it may be forked."""
         changed = self._watch.changed()
         self._is_stale = bool(changed)
         if changed:
@@ -206,7 +206,7 @@ class WarmServer:
 
 
 def _take_words(fd: int) -> bytes:
-    """Return what the imports have printed, and send later output to /dev/null."""
+    """Return the output of the imports so far, and send all later output to /dev/null."""
     os.set_blocking(fd, False)
     words = b""
     with contextlib.suppress(BlockingIOError):

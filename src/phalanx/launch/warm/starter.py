@@ -1,4 +1,4 @@
-"""Starts a warm process if none of the running ones fits, and hands the job to it."""
+"""Hands a job to a warm process, after starting one if no running warm process fits the job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from phalanx.launch.warm import client, facts
 from phalanx.wire import places
 from phalanx.wire.peer import peer_of
 
-_MAX_PROCESSES = 4  # most warm processes of a user; if there are more, the least recently used one is ended
+_MAX_PROCESSES = 4  # limit for a user's warm processes; beyond it, the least recently used one is ended
 _NAME = "phalanx-warm"  # shown by ps in place of a script; there is no such script
 _PIPE_BYTES = 1 << 20
 NOT_WARM = "no warm start"
@@ -40,7 +40,7 @@ def run_warm(
     *,
     passes_signals: bool = True,
 ) -> str:
-    """Have a warm process do the work of this process, and end as that work ends. If none does, return the reason.
+    """Let a warm process do the work of this process, and end with its status. If none does, return the reason.
 
     Args:
         kind: Argument of `client.hand_over`.
@@ -55,7 +55,7 @@ def run_warm(
         known: set[str] = set()
         new = ""
         while True:
-            with _locked():  # if several clients come at once, one starts a process and the others wait for it
+            with _locked():  # if several clients start at once, only one starts a process
                 if known.issuperset(places.sockets()):
                     new = start(environ, settings)
                 known |= set(places.sockets())
@@ -68,7 +68,7 @@ def run_warm(
 
 
 def stand_for_server() -> str:
-    """Have a warm process act as the fork server that multiprocessing has started. If none does, return the reason."""
+    """Let a warm process act as the fork server that multiprocessing has started. If none does, return the reason."""
     os.setpgid(0, 0)  # out of the process group of the spawning process, which may be killed as a group
     die_with_parent(os.getppid())  # the server in turn ends with this process
     return run_warm("server", sys.orig_argv, _env.environment(), passes_signals=False)
@@ -95,7 +95,7 @@ def _no_place(error: OSError) -> str:
 
 
 def _problem(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return why no warm process, not even a new one, can serve; "" if one can."""
+    """Return why no warm process, not even a new one, can serve this request; "" if one can."""
     if kind == "server" and _has_own_options():
         return "this interpreter was started with options of its own"
     if entry := facts.relative_path(environ):
@@ -104,7 +104,7 @@ def _problem(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> str
 
 
 def _has_own_options() -> bool:
-    """Return whether this interpreter's options differ from those that the environment alone gives."""
+    """Return whether this interpreter was started with options that do not come from the environment."""
     if sys.orig_argv[1:2] == ["-c"]:
         return False
     program = f"from {client.__name__} import interpreter_options; print(interpreter_options())"
@@ -126,7 +126,7 @@ def start(environ: Mapping[str, str], settings: Mapping[str, str]) -> str:
     """Start a warm process and return its socket; clients that connect wait until the process has imported torch.
 
     Raises:
-        OSError: There is no place for its socket.
+        OSError: The socket of the process can't be made.
     """
     for path in places.sockets()[_MAX_PROCESSES - 1 :]:
         stop(path)
@@ -175,12 +175,12 @@ def _execute(
 
 
 def describe(path: str) -> dict[str, Any] | None:
-    """Return a warm process's description of itself; its pid and "state" if it is silent; None if there is none."""
+    """Return a warm process's description of itself, or its pid and "state" if it is silent; None if it has ended."""
     return _ask(path, "list")
 
 
 def stop(path: str) -> int | None:
-    """End the warm process behind a socket; return its pid, 0 if the pid is unknown, None if there is no process.
+    """End the warm process that listens at a socket; return its pid, 0 if the pid is unknown, None if there is none.
 
     A process that does not answer, such as one that is still importing torch, is killed.
     """

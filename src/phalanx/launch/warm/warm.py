@@ -1,7 +1,7 @@
 """``phalanx warm``: lists or ends the warm processes of this user, from which ``phalanx run --warm`` forks jobs.
 
 A warm process answers with a description of itself (see `starter.describe`). A process that does not answer is listed
-with its pid and state. `server` decides when a warm process ends by itself.
+with its pid and state. `server` decides when a warm process ends on its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Communication hooks for the link between hosts: `bridge_hook`, and bf16 with error feedback to use with it.
 
 `bridge_hook` first adds up a bucket on each host, then sends it over rails (see `phalanx.parallel.hosts`). The bucket
-is cut between gradients, because PowerSGD needs whole matrices. While one bucket crosses, backward makes the next one.
-Two buckets never cross at once: PowerSGD starts its rounds from callbacks, whose order would then differ between ranks.
+is cut between gradients, because PowerSGD needs whole matrices. While one bucket crosses between hosts, backward
+computes the gradients of the next one. Two buckets never cross at once, because PowerSGD starts its rounds from
+callbacks, whose order would then differ between ranks.
 """
 
 # No `from __future__ import annotations`: torch's DistributedDataParallel compares a hook's annotations with types.
@@ -20,22 +21,22 @@ from phalanx.parallel.layout import num_reals
 
 
 def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook:
-    """Return a communication hook that averages exactly within hosts, and with `hook` between them.
+    """Return a communication hook that averages exactly within each host, and uses `hook` between hosts.
 
-    For DistributedDataParallel, torch's or ours, over all ranks of the hosts::
+    Register it with DistributedDataParallel, torch's or ours, over all ranks of all hosts::
 
         groups = phalanx.host_groups()
         state = PowerSGDState(groups.across, matrix_approximation_rank=2, start_powerSGD_iter=10)
         ddp.register_comm_hook(None, phalanx.parallel.bridge_hook(groups, state, powerSGD_hook))
 
-    The ranks of a host first add up their gradients. Each rail then runs `hook` on its share of the bucket, which
-    consists of whole gradients, so that hooks that work on matrices get matrices. Finally, the ranks of the host share
-    the results. So each host sends one copy of the gradients, and all its ranks get the same bits. The result is the
-    mean over all ranks, even if hosts have different numbers of ranks. Backward continues while a bucket crosses.
+    The ranks of a host first add up their gradients. Each rail then runs `hook` on its share of the bucket. A share
+    consists of whole gradients, because some hooks need matrices. Finally, the ranks of the host share the results. So
+    each host sends one copy of the gradients, and all its ranks get the same bits. The result is the mean over all
+    ranks, even if hosts have different numbers of ranks. Backward continues while a bucket crosses.
 
     Args:
         groups: Groups of this rank, from `host_groups`.
-        hook_state: First argument of `hook`, which must average over ``groups.across``.
+        hook_state: First argument of `hook`; it must make `hook` average over ``groups.across``.
         hook: Communication hook to use between hosts: `bf16_feedback_hook`, one of torch's such as
             ``powerSGD_hook``, or your own.
 
@@ -56,7 +57,7 @@ def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook
             "bridge_hook(groups, PowerSGDState(groups.across), powerSGD_hook) or "
             "bridge_hook(groups, groups.across, bf16_compress_hook)"
         )
-    crossing: list[_Crossing] = []  # at most one: the rounds of a hook for two buckets would interleave
+    crossing: list[_Crossing] = []  # at most one bucket: the hook's rounds for two would interleave
 
     def finish() -> None:
         while crossing:
@@ -89,7 +90,7 @@ def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook
 
 
 class _Late(torch.futures.Future):
-    """The future of a bucket; waiting for it in Python first finishes the bucket."""
+    """The future of a bucket; ``wait()`` in Python finishes the bucket before it waits."""
 
     def __init__(self, finish: Callable[[], None], device: torch.device) -> None:
         super().__init__(devices=[device] if device.type == "cuda" else [])
@@ -114,7 +115,7 @@ class _Crossing:
 
     @torch.no_grad()
     def finish(self, groups: HostGroups) -> None:
-        """Wait for this rail's part, share all parts on the host, and complete the future."""
+        """Wait for this rail's part, share all parts among the host's ranks, and complete the future."""
         if self._future is not None:
             mean = tensor_of(self._future, self._parts[self._rail])
             if mean.data_ptr() != self._parts[self._rail].data_ptr():
@@ -145,7 +146,7 @@ def _parts_of(bucket: Any, num_rails: int) -> list[GradBucket]:
 
 
 class Bf16State:
-    """State of `bf16_feedback_hook`: the residuals that rounding has left so far.
+    """State of `bf16_feedback_hook`: the residual of each bucket, which rounding to bf16 has left out so far.
 
     The residuals are not saved; they begin at zero after a restart.
 
@@ -164,9 +165,10 @@ class Bf16State:
 
 
 def bf16_feedback_hook(state: Bf16State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in bf16, which halves float32's bytes, and add the residual to the next gradients.
+    """Average a bucket in bf16, which takes half the bytes of float32, and add the residual to the next gradients.
 
-    Without that feedback, as in torch's ``bf16_compress_hook``, updates that are too small for bf16 are lost.
+    The residual is what rounding to bf16 leaves out. torch's ``bf16_compress_hook`` drops it, so updates that are too
+    small for bf16 are lost.
 
     Args:
         state: State of the hook, one for each model.
@@ -186,7 +188,8 @@ def bf16_feedback_hook(state: Bf16State, bucket: dist.GradBucket) -> torch.futur
     assert group is not None
     buffer, parameters = bucket.buffer(), list(bucket.parameters())
     known, left_out = state.left_out.get(bucket.index(), ([], buffer))
-    # torch's DistributedDataParallel rebuilds its buckets after the first pass, so an index may get other parameters.
+    # torch's DistributedDataParallel rebuilds its buckets after the first pass, so an index may then stand for other
+    # parameters.
     if len(known) == len(parameters) and all(a is b for a, b in zip(known, parameters, strict=True)) and known:
         buffer.add_(left_out)
     rounded = buffer.bfloat16()

@@ -10,34 +10,34 @@ runs.
 **SparseBucket.** The sparse gradient of one embedding.
 
 **CoalescedBucket.** On the phalanx backend and the CPU, gradients are averaged in place once backward has ended. One
-call of the core stages chunks, sums them in rank order, scales them and writes them back in one pass, and adds up the
-sum of squares on the way if `grad_norm()` was ever called. One more small piece says, for each parameter, whether this
-rank had a gradient.
+call of the core stages chunks, sums them in rank order, scales them and writes them back in one pass, and also computes
+the sum of squares if `grad_norm()` was ever called. One more small tensor, the marks, shows for each parameter whether
+this rank had a gradient.
 
-**Only the range that a rank steps.** If each rank steps only a range of the parameters (`Division`), the large
-gradients are reduce-scattered: each rank gets the means of its range, and keeps its own gradient elsewhere. That
+**Only the range that a rank steps.** If each rank's optimizer steps only a range of the parameters (`Division`), the
+large gradients are reduce-scattered: each rank gets the means of its range, and keeps its own gradient elsewhere. This
 happens only in the trainer's own backward pass, and only if nothing on any rank looks at gradients (an optimizer's
-hook, a wrapper of its step, `grad_norm()`) or steps a whole parameter. Each rank says with the small gradients, which
-are averaged first, whether it needs all means; if any rank does, all ranks get all means.
+hook, a wrapper of the optimizer's step, `grad_norm()`) or steps a whole parameter. The small gradients are averaged
+first, and in that message each rank also reports whether it needs all means. If any rank does, all ranks get all means.
 
 **No buckets in shared memory, no overlap on the thread that computes.** The first plan was to write gradients into
-buckets in the segment, and to reduce a bucket once all ranks have filled it. The costs below are fractions of a step
-without communication, for the MLP 784-1024-10 on two cores. Copying gradients into any buffer as they arrive costs 0.12
-before a byte is exchanged (0.05 for 17 M parameters); averaging them in place costs 0.07 to 0.10 in all, because the
-staging slots of a pipelined all_reduce stay in the second-level cache, and a bucket does not. Overlap gains nothing if
-the cores that would reduce are busy computing. Each meeting of all ranks costs 0.03 to 0.05, so it is cheaper to meet
-once, at the end, than at every bucket.
+buckets in the shared memory segment, and to reduce a bucket once all ranks have filled it. The costs below are
+fractions of a step without communication, for the MLP 784-1024-10 on two cores. Copying gradients into any buffer as
+they arrive costs 0.12 before a byte is exchanged (0.05 for 17 M parameters); averaging them in place costs 0.07 to 0.10
+in all, because the staging slots of a pipelined all_reduce stay in the second-level cache, and a bucket does not.
+Overlap gains nothing if the cores that would reduce are busy computing. Each synchronization of all ranks costs 0.03 to
+0.05, so one at the end is cheaper than one at every bucket.
 
 **What averaging costs** on two cores (``python -m bench.ddp --rounds 5``, which shows how much of it is waiting):
 
 - The MLP has 3.3 MB of gradients and a step of 2.4 ms. Averaging takes 0.45 ms when nothing else runs, and 0.6 to 0.75
   ms at the end of a backward pass, when neither gradients nor code are in the first-level caches and the ranks wait
   0.01 to 0.14 ms for each other. Hooks and the wrapper add 0.1 to 0.2 ms. A local average of two such messages takes
-  0.24 ms. Nearly all of these gradients belong to the first layer, which comes last, so there is nothing to overlap
-  with.
-- 17 M parameters have 68 MB of gradients, which pass through memory. Averaging takes 12 to 13 ms, a local average of
-  two such messages 9.7 ms, and ``t.add_(t)`` of one 6.1 ms. Averaging only what a rank steps takes 8.5 instead of 12.4
-  ms.
+  0.24 ms. Nearly all of these gradients belong to the first layer. They arrive last, so no computation is left to
+  overlap with.
+- 17 M parameters have 68 MB of gradients, which must be read from main memory and written back to it. Averaging takes
+  12 to 13 ms, a local average of two such messages 9.7 ms, and ``t.add_(t)`` of one 6.1 ms. Averaging only the range
+  that a rank steps takes 8.5 instead of 12.4 ms.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ BoundHook: TypeAlias = Callable[[Any], torch.futures.Future[Any]]
 class Bucket(abc.ABC):
     """Gradients that are averaged together.
 
-    ``load()`` collects them, ``start()`` begins to average, ``store()`` waits and stores the means in ``.grad``.
+    ``load()`` collects the gradients, ``start()`` begins to average them, and ``store()`` waits and stores the means in
+    ``.grad``.
 
     Args:
         parameters: Parameters whose gradients the bucket averages.
@@ -72,12 +73,12 @@ class Bucket(abc.ABC):
     Attributes:
         used: Parameters that have a gradient on this rank.
         num_awaited: Number of gradients still to arrive in this backward pass; -1: unknown.
-        scale: Factor applied to the means; not 1 if only the ranks that still have data count.
+        scale: Factor by which the means are multiplied; it differs from 1 if only ranks that still have data count.
         index: Position in the order of reduction.
         is_last: Whether this bucket is the last in that order.
         started: Whether the bucket was started and is not yet stored.
         overlaps: Whether the bucket may be started while backward runs.
-        waited_s: Seconds that the last `wait` spent waiting for other ranks, if that is known.
+        waited_s: Seconds that the last `wait` spent waiting for other ranks; 0.0 if that is unknown.
     """
 
     overlaps = True
@@ -93,7 +94,7 @@ class Bucket(abc.ABC):
         self.waited_s: float = 0.0
         self._group = group
         self._work: dist.Work | None = None
-        self._hooked: tuple[torch.futures.Future[Any], Tensor] | None = None  # a hook's future, and the buffer for it
+        self._hooked: tuple[torch.futures.Future[Any], Tensor] | None = None  # a hook's future and buffer
 
     def _mark(self, marks: Tensor) -> None:
         """Fill `marks`, one element for each parameter: 1 if this rank has a gradient for it, else 0."""
@@ -108,7 +109,7 @@ class Bucket(abc.ABC):
         self._hooked = checked_future(future), buffer
 
     def _finish(self) -> Tensor | None:
-        """Wait for what `start` began, and return the result of a communication hook; None without a hook."""
+        """Wait for the work that `start` began, and return the communication hook's result; None without a hook."""
         work, hooked = self._work, self._hooked
         self._work, self._hooked, self.started = None, None, False
         if work is not None:
@@ -125,7 +126,7 @@ class Bucket(abc.ABC):
 
     @abc.abstractmethod
     def start(self, hook: BoundHook | None = None) -> None:
-        """Begin to average what was loaded, or let `hook` do it."""
+        """Begin to average the loaded gradients, or let `hook` average them."""
 
     @abc.abstractmethod
     def wait(self) -> None:
@@ -133,7 +134,7 @@ class Bucket(abc.ABC):
 
     @abc.abstractmethod
     def store(self) -> None:
-        """Wait, then store the means in ``.grad``; a parameter without a gradient on any rank is left alone."""
+        """Wait, then store the means in ``.grad``, except for parameters that have no gradient on any rank."""
 
     @abc.abstractmethod
     def norm(self) -> Tensor:
@@ -151,13 +152,13 @@ class FlatBucket(Bucket):
     """Gradients of one dtype on one device, copied into one buffer.
 
     The buffer ends with one element for each parameter: 1 if this rank has a gradient for it, else 0. So the mean of
-    that element tells, without another message, whether any rank has a gradient.
+    that element shows, without another message, whether any rank has a gradient.
 
     Args:
         parameters: Parameters whose gradients the bucket holds.
         group: Ranks to average over.
         averages: Whether the group's backend supports ``ReduceOp.AVG``.
-        as_view: Whether each ``.grad`` becomes a view of the buffer, and not a copy.
+        as_view: Whether each ``.grad`` becomes a view of the buffer rather than a copy.
     """
 
     def __init__(
@@ -277,12 +278,13 @@ class SparseBucket(Bucket):
 
 
 class Division(Protocol):
-    """The elements of averaged gradients that each rank needs, if only a divided optimizer reads them."""
+    """Elements of the averaged gradients that each rank needs if only a divided optimizer reads the gradients."""
 
     def length(self, parameter: nn.Parameter) -> int:
-        """Return how many elements of a gradient each rank needs, in rank order; 0: every rank needs all.
+        """Return how many elements of a gradient each rank needs; 0: every rank needs all elements.
 
-        The last rank also needs the remainder. The length is the same on every rank.
+        The ranks' ranges follow each other in rank order, and the last rank also needs the remainder. The length is the
+        same on every rank.
         """
         ...
 
@@ -294,11 +296,12 @@ class Division(Protocol):
 class CoalescedBucket(Bucket):
     """Gradients on the CPU that a group averages in place, in one pass once backward has ended.
 
-    The group must have ``average_coalesced(tensors, marks, with_squares)`` and ``average_waited_s``. On a CPU this is
-    faster than a buffer, into which the cores that compute would have to copy all gradients.
+    The group must have ``average_coalesced(tensors, marks, with_squares)`` and ``average_waited_s``. On a CPU, this is
+    faster than averaging in a buffer, because the cores that compute would have to copy all gradients into the buffer.
 
     Attributes:
-        division: Elements that each rank needs; the others stay as autograd made them. None: all ranks need all.
+        division: Elements that each rank needs; the other elements keep this rank's own gradient. None: every rank
+            needs all elements.
     """
 
     overlaps = False
@@ -330,8 +333,8 @@ class CoalescedBucket(Bucket):
     def _separate(self) -> None:
         """Give each gradient its own memory.
 
-        Autograd may let gradients share memory: after ``y = a.view(6) + b.view(6)``, those of `a` and `b` view one
-        tensor.
+        Autograd may let gradients share memory: after ``y = a.view(6) + b.view(6)``, the gradients of `a` and `b` are
+        views of one tensor.
         """
         for parameter in self.parameters:
             if parameter.grad is not None:
@@ -347,7 +350,7 @@ class CoalescedBucket(Bucket):
         self._used_anywhere.zero_()
 
     def start(self, hook: BoundHook | None = None) -> None:
-        pass  # all in one pass, in wait()
+        pass  # wait() does everything, in one pass
 
     def wait(self) -> None:
         average = self._averaging.average_coalesced
@@ -363,8 +366,8 @@ class CoalescedBucket(Bucket):
     def _average_parts(self, division: Division) -> None:
         """Average the elements of each gradient that this rank needs, or all elements if any rank needs them.
 
-        The ranks learn from the first message, which averages the undivided gradients, whether any rank needs all
-        elements.
+        The first message averages the undivided gradients. From the same message, the ranks learn whether any rank
+        needs all elements.
         """
         lengths = [division.length(p) for p in self.parameters]
         self._needs_whole.fill_(self._wants_squares or division.needs_whole())
@@ -390,7 +393,7 @@ class CoalescedBucket(Bucket):
             for parameter, mean, used in zip(self.parameters, self._tensors, anywhere, strict=True):
                 if used and parameter.grad is None:
                     parameter.grad = shaped(mean, parameter)
-        self._tensors = []  # autograd copies a gradient, rather than pass it on, if anything else refers to it
+        self._tensors = []  # autograd copies a gradient instead of passing it on if anything else refers to it
 
     def norm(self) -> Tensor:
         if self._squares is not None:
@@ -415,7 +418,7 @@ def make_buckets(
     as_view: bool = False,
     hooked: bool = False,
 ) -> list[Bucket]:
-    """Divide parameters into buckets in reverse order, as backward is likely to make their gradients in that order.
+    """Divide parameters into buckets in reverse order, in which backward is likely to compute their gradients.
 
     The buckets are the same on every rank that passes the same parameters. Each holds one dtype on one device, or one
     sparse gradient. A group that averages tensors in place needs no buffers, unless there is a communication hook.
@@ -423,7 +426,7 @@ def make_buckets(
     Args:
         parameters: Parameters in the order of the model.
         group: Ranks to average over.
-        bucket_cap_mb: Size in MiB at which a buffer takes no further gradient.
+        bucket_cap_mb: Size in MiB; a buffer that has reached it accepts no further gradient.
         sparse: Parameters whose gradients are sparse.
         as_view: Whether gradients become views of their buffers.
         hooked: Whether a communication hook will average the buckets.

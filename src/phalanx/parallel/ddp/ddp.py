@@ -1,25 +1,25 @@
 """DistributedDataParallel: one model on every rank, with gradients averaged while backward runs.
 
 `forward` registers a hook on the tensors of the model's output. The hook fires when backward reaches them, and asks
-autograd for a callback at the end of this backward pass. That works even if activation checkpoints run other passes
-within it. Hooks on the parameters record which of them got a gradient. `reducer` averages the gradients in one of two
-ways:
+autograd for a callback at the end of this backward pass. This works even if activation checkpoints run other backward
+passes within this one. Hooks on the parameters record which of them got a gradient. `reducer` averages the gradients in
+one of two ways:
 
 - On the phalanx backend and the CPU nothing happens until the pass has ended; then one call of the core averages all
   gradients where autograd left them (`buckets.CoalescedBucket`).
 - On other backends gradients go into flat buckets, which are averaged while backward runs (`buckets.FlatBucket`).
 
 A missing gradient counts as zeros if another rank has one for that parameter; if no rank has one, ``.grad`` stays as it
-is. The messages that average gradients also tell whether any rank has one. So the graph is not searched for unused
-parameters, and a missing gradient causes neither a hang nor an error.
+is. The messages that average gradients also show, for each parameter, whether any rank has a gradient. So the graph is
+not searched for unused parameters, and a missing gradient causes neither a hang nor an error.
 
 **Parameters added to a wrapped model** are not averaged, because the ranks would have to agree on them; a warning names
-them. torch's hooks on the registration of parameters and modules count additions to wrapped models, so a forward pass
-compares only two numbers.
+them. Global hooks, which torch calls when a parameter or module is registered, count the additions to wrapped models.
+So a forward pass compares only two numbers.
 
-**Frozen parameters.** All ranks freeze the same parameters, but they may have accumulated different gradients. So a
-parameter that was frozen stays in the buckets for one more averaged pass, whether or not this rank has a gradient for
-it, and is left alone afterwards.
+**Frozen parameters.** All ranks freeze the same parameters, but the ranks may have accumulated different gradients for
+them. So a parameter that was frozen stays in the buckets for one more averaged pass, whether or not this rank has a
+gradient for it, and is left alone afterwards.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _UNSUPPORTED = (
 class DistributedDataParallel(nn.Module, Joinable):
     """torch's DistributedDataParallel, on any backend: same arguments, same gradients, same ``state_dict``.
 
-    Every rank wraps the same module and feeds it its own part of the batch. After ``backward()`` each parameter's
-    ``.grad`` is the mean over the ranks, with the same bits on all of them.
+    Every rank wraps the same module and trains it on the rank's own part of the batch. After ``backward()`` each
+    parameter's ``.grad`` is the mean over the ranks, with the same bits on all of them.
 
     Differences from torch's:
 
@@ -70,8 +70,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     - ``grad_norm()`` returns the norm of all gradients. Parameters may be frozen and unfrozen at any time; a gradient
       accumulated under ``no_sync()`` is averaged in the next averaged pass, even if its parameter has been frozen.
       :class:`phalanx.SyncBatchNorm` works on the CPU.
-    - `gradient_as_bucket_view` is True by default. Where gradients are averaged in a buffer, copying them out again
-      doubles their memory and costs up to a tenth of a step.
+    - `gradient_as_bucket_view` is True by default. With False, gradients that are averaged in a buffer are copied out
+      of the buffer afterwards. These copies double the memory of the gradients and cost up to a tenth of a step.
     - Unsupported arguments raise an error: `delay_all_reduce_named_params`, `param_to_hook_all_reduce`,
       `mixed_precision`, `skip_all_reduce_unused_params`, `bucket_cap_mb_list`, `batched_grad_copy` and
       `lazy_bucket_allocation`.
@@ -80,10 +80,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         module: Model to train; its parameters and buffers are set to those of rank 0.
         device_ids: List with this rank's GPU, to which inputs are moved; None for a module on the CPU or on several
             devices.
-        output_device: Ignored; torch moves the outputs of a module on several devices to it.
+        output_device: Ignored. torch moves the outputs to this device if the module is on several devices.
         dim: Ignored, as in torch.
         broadcast_buffers: Whether each forward pass sets the buffers to those of rank 0; None means True.
-        init_sync: Whether to compare the ranks' models and copy rank 0's parameters and buffers now.
+        init_sync: Whether the constructor compares the ranks' models, and copies rank 0's parameters and buffers to all
+            ranks.
         process_group: Ranks that train together; by default all.
         bucket_cap_mb: MiB of gradients that are reduced together; None means 25.
         find_unused_parameters: Whether parameters without a gradient are expected, so that there is no warning.
@@ -91,8 +92,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradient_as_bucket_view: Whether each ``.grad`` is a view of its bucket, which saves a copy of the gradients.
         static_graph: Ignored; the graph may change.
         device_mesh: One-dimensional mesh to use instead of `process_group`.
-        forward_sync_buffers: Replacement for `broadcast_buffers`; even if it is False, rank 0's buffers are copied
-            once, now.
+        forward_sync_buffers: Replacement for `broadcast_buffers`; even if it is False, the constructor copies rank 0's
+            buffers once.
 
     Raises:
         ValueError: The module has no trainable parameter, is on the wrong devices, or differs between ranks; or an
@@ -271,8 +272,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     def divide_averaging(self, division: Division | None) -> None:
         """Limit averaging, from now on, to the elements of a gradient that each rank needs for a divided step.
 
-        Every rank calls it between the same backward passes. The other elements of ``.grad`` then hold the rank's own
-        gradient. The call has an effect only where the phalanx backend averages gradients on the CPUs of one host.
+        Every rank must call this between the same backward passes. The other elements of ``.grad`` then hold the rank's
+        own gradient. The call has an effect only where the phalanx backend averages gradients on the CPUs of one host.
 
         Args:
             division: Elements that each rank needs, and whether any rank needs all; None: all ranks need all.
@@ -287,15 +288,15 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Return the time that backward passes have spent averaging gradients since the last call, in seconds.
 
         Waiting for other ranks counts. Averaging that overlaps with the computation of gradients does not count, and
-        neither does work that a GPU does meanwhile.
+        neither does the work of a GPU in the background.
         """
         return self._reducer.take_averaging_s()
 
     def take_waiting_s(self) -> float:
         """Return the time spent waiting for the slowest rank since the last call, in seconds.
 
-        `take_averaging_s` includes this time. It is measured where the phalanx backend averages gradients on the CPUs
-        of one host, and 0.0 elsewhere.
+        `take_averaging_s` includes this time. The waiting is measured only if the phalanx backend averages gradients on
+        the CPUs of one host; otherwise, 0.0 is returned.
         """
         return self._reducer.take_waiting_s()
 
@@ -332,7 +333,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             divide_by_initial_world_size: Whether gradients are divided by the number of all ranks, rather than by the
                 number of ranks that still have data.
             enable: Whether the context does anything.
-            throw_on_early_termination: Whether all ranks raise when the first runs out of data.
+            throw_on_early_termination: Whether all ranks raise an error when the first rank runs out of data.
         """
         return Join(
             [self],
@@ -357,14 +358,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         return bool(_torch.attribute_of(self, "_join_config").enable)
 
     def _follow_forward(self) -> bool:
-        """Take part in the other ranks' forward pass without data; return whether any of them averages gradients."""
+        """Take part, without data, in a forward pass of the other ranks; return whether any rank averages gradients."""
         if self._has_buffers and self.require_forward_param_sync:
             self._sync_buffers(active=False)
         self.require_forward_param_sync = self._count_active(active=False) > 0
         return self.require_forward_param_sync
 
     def _count_active(self, *, active: bool) -> int:
-        """Return how many ranks average gradients in this pass, and scale the means to match. Every rank calls it."""
+        """Return how many ranks average gradients in this pass, and scale the means to match; every rank calls this."""
         num_active = len(active_ranks(self.process_group, active=active))
         if num_active and not self._divides_by_initial_world_size:
             self._reducer.scale(dist.get_world_size(self.process_group) / num_active)
@@ -389,7 +390,7 @@ class _Shadow(JoinHook):
     """Contributes zeros on a rank that has run out of data, within ``join()``, while other ranks continue.
 
     Args:
-        replica: Model that this rank has trained until it ran out of data.
+        replica: Model that this rank trained until the rank ran out of data.
         reducer: Reducer of the model's gradients.
         follow_forward: Function that takes part in a forward pass of the other ranks, and returns whether any of them
             averages gradients.

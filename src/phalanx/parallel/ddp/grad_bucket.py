@@ -1,4 +1,4 @@
-"""The argument of a communication hook, `GradBucket`, and checks of what the hook returns."""
+"""The argument of a communication hook, `GradBucket`, and checks of the hook's result."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class GradBucket:
 
 
 def tensor_of(future: torch.futures.Future[Any], buffer: Tensor) -> Tensor:
-    """Wait for a hook's future, and return its tensor, or that of its one-element list, in the buffer's shape.
+    """Wait for a hook's future, and return its tensor (or the tensor in its one-element list), in the buffer's shape.
 
     Raises:
         TypeError: The future holds no tensor.

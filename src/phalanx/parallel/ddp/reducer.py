@@ -1,8 +1,9 @@
 """Reducer: averages gradients over the ranks, bucket by bucket, while backward runs.
 
-A gradient goes through the hook of its parameter (`_on_gradient`) into a bucket (see `buckets`), which starts once all
-of its gradients have arrived; the mean goes into the parameter's ``.grad``. A parameter may get no gradient, so the
-buckets that are then incomplete start when backward ends (`_finish`).
+When a gradient is complete, the hook of its parameter (`_on_gradient`) counts the gradient for its bucket (see
+`buckets`). A bucket starts to average once all of its gradients have arrived, and the means are stored in the
+parameters' ``.grad``. If a parameter gets no gradient, its bucket stays incomplete until backward ends, and starts then
+(`_finish`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class _Pass:
 
     task: int | None = None  # id that the autograd engine gave the pass; None before it runs
     node: Any = None  # node of the graph at which the pass reached the model's output
-    armed: bool = False  # whether a forward pass has announced it
+    armed: bool = False  # whether a forward pass has announced the pass
     reached: bool = False  # whether a parameter got a gradient
     next: int = 0  # index of the bucket to start next; buckets start in order
     num_arrived: dict[nn.Parameter, int] = dataclasses.field(default_factory=dict)
@@ -51,13 +52,13 @@ class Reducer:
         replica: Model whose gradients are averaged over the ranks that have a copy of it.
         bucket_cap_mb: MiB of gradients that are reduced together.
         as_view: Whether gradients become views of their buckets.
-        comm_hook: Function that averages a bucket; None: the reducer does.
+        comm_hook: Function that averages a bucket; None: the reducer averages it.
         warns_of_unused: Whether to warn once about each parameter that no gradient reaches.
 
     Attributes:
         loop: Recorder of the passes, for the black box.
-        averaged: Parameters whose gradients are averaged: those that require one, and newly frozen ones for one more
-            averaged pass, because this rank may have accumulated a gradient for them.
+        averaged: Parameters whose gradients are averaged: those that require a gradient and, for one more averaged
+            pass, newly frozen ones, because this rank may have accumulated a gradient for them.
 
     Raises:
         ValueError: A parameter has an optimizer that steps within backward.
@@ -142,9 +143,9 @@ class Reducer:
         if names and self._replica.group.size() > 1:
             some = listed([repr(name) for name in names], 8)
             warn_caller(  # the text is the same on every rank, so the launcher shows it once
-                f"DistributedDataParallel: gradients of {some} are not averaged, because the model was given them "
-                "after it was wrapped, so each rank trains its own. Wrap the model, or make its Trainer, last; or call "
-                "remove_hooks() and wrap it again"
+                f"DistributedDataParallel: gradients of {some} are not averaged, because they were added after "
+                "the model was wrapped, so each rank trains its own. Wrap the model, or make its Trainer, last; or "
+                "call remove_hooks() and wrap it again"
             )
 
     def follow_freezing(self) -> None:
@@ -200,14 +201,14 @@ class Reducer:
         queue_callback(functools.partial(self._finish, task))
 
     def _abandon(self) -> None:
-        """Forget a backward pass that is running, or that an error ended; its gradients stay."""
+        """Forget a backward pass that is still running, or that ended in an error; its gradients stay."""
         for bucket in self._buckets:
             if bucket.started:
-                bucket.wait()  # not dropped, because other ranks take part in it
+                bucket.wait()  # not skipped, because other ranks take part in the average
         self._pass = _Pass()
 
     def _on_gradient(self, parameter: Any) -> None:
-        """Record a gradient just added to ``parameter.grad``, in the thread that runs backward."""
+        """Record a gradient that was just added to ``parameter.grad``, in the thread that runs backward."""
         bucket = self._bucket_of[parameter]
         bucket.used.add(parameter)
         if not self._pass.reached:
@@ -266,7 +267,7 @@ class Reducer:
             self._warn_of_unused(unused)
 
     def _end_pass(self) -> list[nn.Parameter]:
-        """Record what the next pass needs to know of this one, and return the parameters that no gradient reached."""
+        """Record for the next pass how often each gradient arrived; return the parameters that no gradient reached."""
         num_arrived, self._pass = self._pass.num_arrived, _Pass()
         unused: list[nn.Parameter] = []
         for bucket in self._buckets:
@@ -295,7 +296,7 @@ class Reducer:
     # ---- other requests --------------------------------------------------------------------------------------------
 
     def average_zeros(self) -> None:
-        """Contribute zeros to a pass of the other ranks, and store their means."""
+        """Contribute zeros to a pass of the other ranks, and store the means."""
         self.follow_freezing()
         for bucket in self._buckets:
             bucket.used.clear()
@@ -308,7 +309,7 @@ class Reducer:
         self._let_frozen_go()
 
     def divide(self, division: Division | None) -> None:
-        """Average only the elements that each rank needs where gradients are averaged in place; None: all elements."""
+        """Average only the elements that each rank needs, if gradients are averaged in place; None: average all."""
         self._division = division
         for bucket in self._buckets:
             if isinstance(bucket, CoalescedBucket):

@@ -21,14 +21,14 @@ _num_additions = 0  # number of parameters and modules added to `_parts`
 
 
 class Replica:
-    """This rank's copy of a model, without the parameters and buffers that the module wants ignored.
+    """This rank's copy of a model, without the parameters and buffers that DistributedDataParallel is told to ignore.
 
     Args:
         module: Module with the same parameters and buffers on every rank.
-        group: Ranks that hold a copy each.
+        group: Group of the ranks that each hold a copy.
 
     Attributes:
-        group: Ranks that hold a copy each.
+        group: Group of the ranks that each hold a copy.
         ignored: Names of the parameters and buffers that are left alone.
     """
 
@@ -42,7 +42,7 @@ class Replica:
         self._num_seen = _num_additions
 
     def newcomers(self) -> list[str]:
-        """Return the names of trained parameters added since the last call; costs nothing if there are none."""
+        """Return the names of trained parameters that were added since the last call; fast if nothing was added."""
         if self._num_seen == _num_additions:
             return []
         self._num_seen = _num_additions
@@ -65,14 +65,14 @@ class Replica:
         return {embedding.weight for embedding in embeddings if embedding.sparse}
 
     def verify(self, *, with_buffers: bool) -> None:
-        """Compare the ranks' models. Every rank calls it.
+        """Compare the ranks' models. Every rank must call this.
 
         Args:
             with_buffers: Whether buffers must agree, too.
 
         Raises:
-            ValueError: The models differ in a tensor's name, shape or dtype, or in whether it is trained; on every
-                rank.
+            ValueError: The models differ in a tensor's name, shape or dtype, or in whether the tensor is trained; every
+                rank raises the error.
         """
         own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.parameters()]
         if with_buffers:
@@ -89,7 +89,7 @@ class Replica:
                     )
 
     def broadcast(self, src: int = 0, *, with_buffers: bool) -> None:
-        """Copy the parameters of one rank to all. Every rank calls it.
+        """Copy the parameters of one rank to all ranks. Every rank must call this.
 
         Args:
             src: Rank in the group whose tensors are copied.
@@ -101,8 +101,9 @@ class Replica:
         self._broadcast(tensors, src)
 
     def broadcast_buffers(self, src: int = 0) -> None:
-        """Copy the buffers of rank `src` of the group to all, between passes. Every rank calls it."""
-        # Not detach(), which shares the version counter: backward would fail if it has saved a buffer.
+        """Copy the buffers of rank `src` of the group to all ranks, between passes. Every rank must call this."""
+        # `data` rather than detach(), which shares the version counter: if autograd has saved a buffer, backward would
+        # fail.
         self._broadcast([b.data for _, b in self.buffers()], src)
 
     def _broadcast(self, tensors: list[Any], src: int) -> None:

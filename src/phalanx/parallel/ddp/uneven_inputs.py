@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: which still have data, and a hint at ``join()`` in waiting ranks' errors."""
+"""Finds the ranks that still have data, and adds a hint at ``join()`` to errors that ranks without data may cause."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.wire.rank_group import RankGroup
 
 
 def active_ranks(group: dist.ProcessGroup, *, active: bool) -> list[int]:
-    """Return the ranks of the group that passed True, in order. Every rank calls it."""
+    """Return the ranks of the group that passed True, in order. Every rank must call this."""
     return [rank for rank, [is_active] in enumerate(RankGroup(group).gather_numbers([active])) if is_active]
 
 
@@ -17,8 +17,8 @@ def add_hint(error: Exception, doing: str) -> None:
     """Add a note to an error, saying that another rank may have run out of data, unless the error names a failed rank.
 
     Args:
-        error: Error that a rank met while it waited for others.
-        doing: Action of the rank, which completes "rank 0 was".
+        error: Error that this rank got while it waited for other ranks.
+        doing: Phrase for the rank's action, which completes "rank 0 was".
     """
     if hasattr(error, "add_note") and not isinstance(error, RankFailed):  # Python 3.11
         error.add_note(

@@ -1,8 +1,9 @@
 """`check_replicas`: tests that all ranks hold the same model and optimizer state, and names the tensor that differs.
 
 Ranks compare a digest of each 4 MiB of each tensor, then of each 64 KiB of the first tensor that differs, then the
-piece itself. If a rank raises while it makes its digests, the ranks exchange its error along with the digests, and all
-raise it. Otherwise, that rank's next collective would be paired with one of the comparison's.
+first such piece that differs. If a rank gets an error while it makes its digests, the ranks exchange that error along
+with the digests, and all ranks raise it. If only that rank raised the error, its next collective would be paired with a
+collective of the comparison on the other ranks.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from phalanx.parallel.divergence.replicated import (
 )
 from phalanx.wire.rank_group import RankGroup, group_with_this_rank
 
-_COARSE_BYTES, _FINE_BYTES = 4 << 20, 64 << 10  # sizes of digested pieces: of all tensors, and of one that differs
+_COARSE_BYTES, _FINE_BYTES = 4 << 20, 64 << 10  # for digests: of all tensors, and of the one that differs
 _MOST_NAMED = 3
-_MOST_WORDS = 200  # most characters of torch's reason, which may fill pages
+_MOST_WORDS = 200  # characters kept of torch's error, which may fill pages
 _SHARED = (TypeError, ValueError)
 _SHARED_BY_NAME: dict[str, type[Exception]] = {kind.__name__: kind for kind in _SHARED}
 
@@ -58,23 +59,25 @@ def check_replicas(
 ) -> None:
     """Raise an error on every rank if any rank's copy of the model or of the optimizer's state differs by a bit.
 
-    Every rank calls it between two steps, on any backend. It compares parameters, including those that only the
-    optimizer has, the buffers of the ``state_dict``, learning rates, and the tensors and numbers of the optimizer's
-    state. Ranks may differ in the running statistics of a batch norm that is not synchronized, in what the model tells
-    DistributedDataParallel to ignore, and in the state of a ZeroRedundancyOptimizer, which is divided.
+    Every rank must call this between two steps, on any backend. The comparison covers the parameters (also those that
+    only the optimizer has), the buffers of the ``state_dict``, the learning rates, and the tensors and numbers of the
+    optimizer's state. Ranks may differ in the running statistics of a batch norm that is not synchronized, in the
+    tensors that the model tells DistributedDataParallel to ignore, and in the state of a ZeroRedundancyOptimizer, which
+    is divided.
 
     Args:
         model: Model, wrapped or not.
         optimizer: Optimizer whose state is compared, too.
-        group: Ranks that hold a copy each; by default all.
+        group: Group of the ranks that each hold a copy; by default all ranks.
 
     Raises:
         ReplicaMismatch: A tensor differs; the error names the first such tensor, the ranks that differ from the
             majority, and how they differ.
-        ValueError: There is no process group yet, this rank is not in it, or a parameter of any rank is a DTensor, of
-            which each rank has a part.
+        ValueError: There is no process group yet, this rank is not in it, or any rank has a DTensor, which ranks hold
+            in parts.
         TypeError: The model or the optimizer of any rank has the wrong type.
-        RuntimeError: Any rank has a tensor that can't be read, such as a nested or a fake one; the error names it.
+        RuntimeError: Any rank has a tensor that can't be read, such as a nested or a fake tensor; the error names the
+            tensor.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -92,7 +95,7 @@ def check_replicas(
 
 
 def _entries(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Entry]:
-    """Yield the tensors that must be the same on all ranks; raise for a DTensor, of which each rank has a part."""
+    """Yield the tensors that must be the same on all ranks; raise an error for a DTensor, which ranks hold in parts."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"check_replicas: model must be a torch.nn.Module, got {type(model).__name__}")
     entries = [parameters(model), buffers(model)]
@@ -113,14 +116,14 @@ def _entries(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
 
 
 def first_difference(entries: Iterable[Entry], group: dist.ProcessGroup) -> Difference | None:
-    """Compare every bit of the entries. Every rank of the group calls it, and gets the same result.
+    """Compare every bit of the entries. Every rank of the group must call this, and gets the same result.
 
-    If one rank raises while it iterates over its entries, all ranks raise. If it alone raised, its next collective
-    would be paired with one of the comparison's.
+    If one rank gets an error while it iterates over its entries, all ranks raise that error. If only that rank raised
+    it, its next collective would be paired with a collective of the comparison on the other ranks.
 
     Raises:
         RuntimeError: A rank could not read a tensor.
-        TypeError, ValueError: A rank's entries raised it.
+        TypeError, ValueError: A rank got this error while it iterated over its entries.
     """
     ranks = RankGroup(group)
     own: dict[str, Tensor] = {}
@@ -173,7 +176,10 @@ def _difference(
 
 
 def _odd_ranks(found: Sequence[object]) -> tuple[int, ...]:
-    """Return the ranks that differ from the majority; all ranks if the two largest parties are of equal size."""
+    """Return the ranks that differ from the majority; all ranks if there is no majority.
+
+    The ranks that agree form a party. There is no majority if the two largest parties are of equal size.
+    """
     parties = collections.Counter(found).most_common(2)
     has_majority = parties[0][1] > parties[1][1]
     return tuple(r for r, one in enumerate(found) if not has_majority or one != parties[0][0])

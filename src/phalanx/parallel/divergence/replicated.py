@@ -18,7 +18,7 @@ Owner = Callable[[nn.Parameter], bool]
 
 
 class Entry(NamedTuple):
-    """A tensor that is the same on all ranks.
+    """A tensor that must be the same on all ranks.
 
     Attributes:
         name: Name in messages, such as ``parameter '0.weight'``.
@@ -64,10 +64,10 @@ def buffers(model: nn.Module) -> Iterator[Entry]:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, leaves_out: Owner) -> Iterator[Entry]:
-    """Yield the learning rates, and the optimizer's state of each parameter unless the ranks divide it.
+    """Yield the learning rates, and the optimizer's state of each parameter, unless that state is divided among ranks.
 
     Args:
-        leaves_out: Function that says whether the state of a parameter is divided among the ranks.
+        leaves_out: Function that returns whether the state of a parameter is divided among the ranks.
     """
     for number, group in enumerate(optimizer.param_groups):
         yield Entry(f"lr of parameter group {number}", lambda g=group: _as_tensor(g.get("lr")))  # type: ignore[misc]
@@ -88,7 +88,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, leaves_o
 def _fetcher(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: Any, path: str
 ) -> Callable[[], Tensor | None]:
-    """Return a function that looks the tensor up, because loading a state dictionary replaces the tensors."""
+    """Return a function that looks up the tensor at each call: loading a state dictionary replaces the tensors."""
     return lambda: _tensors_of(key, optimizer.state.get(parameter, {}).get(key)).get(path)
 
 

@@ -8,13 +8,15 @@ other tensors: the tensor that is named is the one that was corrupted.
 
 - A cycle, in which every tensor is compared once, takes at most ``compare_every`` steps, even if the number of steps
   between two messages (the gap) changes. The length of a slice is proportional to the last gap, and a slice may
-  continue into the next cycle. A cycle is planned shorter than ``compare_every``, by one gap or by a quarter of
+  continue into the next cycle. A cycle is planned to be shorter than ``compare_every`` by one gap or by a quarter of
   ``compare_every``, whichever is more. The message also carries the time that the slice took, and every rank gets the
-  time of the slowest rank. So all ranks choose slices of the same length, such that comparing takes 0.5 % of the time.
-- Two kinds of state are left out: the optimizer's state of a divided step, because there is only one copy of it; and
-  buffers, because each forward pass sets them to those of rank 0. Nothing is compared if ranks have different
-  instruction sets or numbers of threads, because their elementwise kernels round differently.
-- A difference that a moving average has rounded away before its slice is compared is not found; by then it is harmless.
+  time of the slowest rank. So all ranks choose slices of the same length, and they choose it such that comparing takes
+  0.5 % of the time.
+- Two kinds of state are left out: the optimizer's state of a divided step, because the ranks share one copy of this
+  state; and buffers, because each forward pass sets them to those of rank 0. Nothing is compared if ranks have
+  different instruction sets or numbers of threads, because their elementwise kernels round differently.
+- A difference is not found if it vanishes before its slice is compared, because a moving average rounds it away. Such a
+  difference has become harmless.
 """
 
 from __future__ import annotations
@@ -42,16 +44,16 @@ _SHARE = 0.005  # fraction of the training time that comparing may take
 _FIRST_EVERY = 100  # steps in a cycle until the time of a step and of a comparison is known
 _LEAST_LOOKS = 4  # comparisons ("looks") needed to measure their time
 _MOST_EVERY = 10_000
-_MOST_CHANGE = 4.0  # largest factor by which `every` changes at once: a rank may have been interrupted in a look
+_MOST_CHANGE = 4.0  # limit for the factor by which `every` changes: an interruption may have slowed a look
 _NOTHING = (0, 0, 0)
-LEAST_OF_A_CYCLE = 4  # fewest looks in a cycle for which two looks at a tensor are at most `every` steps apart
+LEAST_OF_A_CYCLE = 4  # with fewer looks in a cycle, two looks at a tensor may be more than `every` steps apart
 
 
 def kind_of_processor(device: torch.device) -> str:
-    """Return the facts that determine a rank's rounding in an optimizer's step; ranks that differ in them drift apart.
+    """Return the facts that determine how an optimizer's step rounds on a rank; ranks with different facts drift apart.
 
-    Elementwise kernels are compiled for several instruction sets, and they round the last elements of each thread's
-    range differently.
+    Elementwise kernels are compiled for several instruction sets. These variants differ in how they round the last
+    elements of each thread's range.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -59,24 +61,25 @@ def kind_of_processor(device: torch.device) -> str:
 
 
 class Sentinel:
-    """Compares parameters and optimizer state of all ranks, all of it once in `every` steps.
+    """Compares the parameters and optimizer state of all ranks, each element at least once in `every` steps.
 
     The sentinel goes through all tensors in the model's order, over and over; each pass is a cycle. In each look, a
     rank computes one number from the digests of the next slice, whose length is proportional to the number of steps
     since the last look. In a message that is sent anyway, the ranks find the maximum of these numbers and of their
-    negatives, which tell every rank at once whether all numbers are equal. Only if they differ, the ranks compare
-    everything, and raise an error that names the tensors that differ.
+    negatives. From the two maxima, every rank knows at once whether all numbers are equal. Only if the numbers differ
+    do the ranks compare everything, and then raise an error that names the tensors that differ.
 
-    Every rank has a sentinel, and calls the same methods after the same steps.
+    Every rank must have a sentinel, and must call the same methods after the same steps.
 
     Args:
         model: Model in its wrapper.
-        optimizer: Optimizer of its parameters.
-        group: Ranks that hold a copy each; None: there is nothing to compare.
-        every: Number of steps in which everything is compared once, provided that looks are at most
-            ``every / LEAST_OF_A_CYCLE`` steps apart; "auto": as few steps as cost 0.5 % of the time.
-        leaves_out: Function that says whether the ranks share one copy of the optimizer's state of a parameter.
-        step: Number of steps done, after which the copies count as equal.
+        optimizer: Optimizer of the model's parameters.
+        group: Group of the ranks that each hold a copy; None: there is nothing to compare.
+        every: Number of steps in which everything is compared once, provided that looks are at most ``every /
+            LEAST_OF_A_CYCLE`` steps apart; "auto": the smallest number for which comparing takes at most about 0.5 % of
+            the time.
+        leaves_out: Function that returns whether the ranks share one copy of the optimizer's state of a parameter.
+        step: Number of steps done so far; at that point, the copies count as equal.
 
     Attributes:
         every: Number of steps in which everything is compared once; 0: never.
@@ -99,7 +102,7 @@ class Sentinel:
         self._step = self._begun = step  # step of the last look, and step at the beginning
         self._since: dict[str, int] = {}  # step after which a tensor was last compared, by name
         self._cycle: list[Entry] = []
-        self._at, self._offset = 0, 0  # start of the next slice: entry, and byte in it
+        self._at, self._offset = 0, 0  # start of the next slice: index of the entry, and byte in its tensor
         self._cycle_bytes = 0
         self._tensor_begun = step  # step of the look that compared the first piece of the tensor at `_at`
         self._compared: dict[str, int] = {}  # tensors completed by the last look, each with the step of its first piece
@@ -124,7 +127,7 @@ class Sentinel:
         """Receive the maxima, over all ranks, of the numbers that `look` has returned.
 
         Raises:
-            ReplicaMismatch: The ranks' copies differ; on every rank.
+            ReplicaMismatch: The ranks' copies differ; every rank raises the error.
         """
         high, minus_low, ns = largest
         self._num_looks += ns > 0
@@ -144,8 +147,8 @@ class Sentinel:
             f"in step {self._step}" if since + 1 >= self._step else f"in one of the steps {since + 1} to {self._step}"
         )
         raise ReplicaMismatch(
-            f"Trainer.fit: step {self._step}: the ranks' copies differ: {difference.words}. It became so {when}. "
-            "A rank that changes its own copy does that, and so does faulty memory; compare_every=0 goes on",
+            f"Trainer.fit: step {self._step}: the ranks' copies differ: {difference.words}. They diverged {when}: "
+            "a rank changed its own copy, or memory is faulty; compare_every=0 turns the check off",
             op="Trainer.fit", ranks=ranks, tensors=difference.tensors, how=difference.how,
             step=self._step, since_step=since,
         )  # fmt: skip
@@ -177,10 +180,10 @@ class Sentinel:
     def _share(self) -> Fraction:
         """Return the share of all bytes to compare in this look.
 
-        A byte at the end of a slice is compared again in the look that completes a cycle. The look before that comes
-        less than a cycle after the byte's first comparison, and the completing look at most one gap later. So a cycle
-        must be shorter than `every` by the longest gap: this one, or the longest that may follow, ``every /
-        LEAST_OF_A_CYCLE``.
+        A byte at the end of a slice is compared again in the look that completes a cycle. The look before that one
+        happens less than a cycle after the byte's first comparison, and the completing look happens at most one gap
+        later. So a cycle must be shorter than `every` by the longest gap: the present gap, or the longest gap that may
+        follow, ``every / LEAST_OF_A_CYCLE``.
         """
         most_between = max(self._num_steps, self.every // LEAST_OF_A_CYCLE)
         return Fraction(self._num_steps, max(self.every - most_between, self._num_steps))

@@ -1,10 +1,10 @@
 """The best evaluation so far.
 
 Nothing here guesses which of two evaluations is better. ``mode`` says whether a lower value of ``monitor`` is better.
-If ``mode`` is None, it follows from words in the name of the metric that leave no doubt. Any other name is refused when
-the Trainer is made, because a wrong guess would keep the worst checkpoint and stop a run that improves. The best
-metric, retention, the report and ReduceLROnPlateau all use this one setting, and each checkpoint with a metric stores
-it for ``load(step="best")``.
+If ``mode`` is None, a word in the name of the metric decides, such as loss or accuracy. A name that leaves a doubt is
+refused when the Trainer is made, because a wrong guess would keep the worst checkpoint and stop a run that improves.
+The best metric, retention, the report and ReduceLROnPlateau all use this one setting, and each checkpoint with a metric
+stores this setting for ``load(step="best")``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BestMetric:
         min_delta: Improvement that an evaluation must exceed to reset `num_worse`.
 
     Attributes:
-        best: Score of the best evaluation, higher is better; None: there was none.
+        best: Score of the best evaluation, higher is better; None: no evaluation so far.
         best_step: Step of the best evaluation.
         num_worse: Number of evaluations since the last improvement by more than `min_delta`.
     """
@@ -36,12 +36,12 @@ class BestMetric:
         self.best: float | None = None
         self.best_step: int | None = None
         self.num_worse: int = 0
-        self._goal: float | None = None  # score to exceed by `min_delta`; small improvements leave it, so they add up
+        self._goal: float | None = None  # score to exceed by `min_delta`; small improvements do not move it
         self._score: float | None = None  # score of the last evaluation, made after step `_step`
         self._step = -1
 
     def update(self, evaluation: Mapping[str, float], step: int) -> bool:
-        """Record the evaluation after `step`; return whether it is the best so far. A non-finite one never is.
+        """Record the evaluation after `step`; return whether it is the best so far. A non-finite value never is.
 
         Raises:
             ValueError: The evaluation lacks the monitored value.
@@ -59,7 +59,7 @@ class BestMetric:
         return is_best
 
     def value_of(self, step: int) -> float | None:
-        """Return the monitored value of the evaluation after `step`; None if there is none, or it is not finite."""
+        """Return the monitored value of the evaluation after `step`, if the value is finite; otherwise None."""
         if step != self._step or self._score is None:
             return None
         return self._sign * self._score
@@ -70,7 +70,7 @@ class BestMetric:
         return f"the {self._which} {self._monitor}"
 
     def why_stopped(self) -> str:
-        """Return a sentence that says for how long no evaluation has improved, and which one was best."""
+        """Return a sentence that says for how long no evaluation has improved, and which evaluation was best."""
         by = f" by more than {self._min_delta:g}" if self._min_delta else ""
         words = f"{self._monitor} has not improved{by} for {counted(self.num_worse, 'epoch')}"
         if self.best is None:
@@ -90,5 +90,5 @@ class BestMetric:
         self.best, self.num_worse, self._score, self._step = (
             state[name] for name in ("best", "num_worse", "score", "step")
         )
-        self._goal = state.get("goal", self.best)  # earlier versions did not save it
+        self._goal = state.get("goal", self.best)  # earlier versions did not save the goal
         self.best_step = state.get("best_step")

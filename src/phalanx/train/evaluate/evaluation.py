@@ -1,9 +1,9 @@
 """Evaluates a model on data that is divided among the ranks; each sample counts once.
 
-Metrics with a state combine the states of all ranks themselves, as those of torchmetrics do in ``compute``. A metric
-whose values differ between ranks does not combine the states, and is refused. If ``stop`` or ``max_steps`` ends
-training in the middle of an epoch, the random state is restored after the evaluation, because an uninterrupted run
-would not have evaluated there.
+Metrics with a state combine the states of all ranks themselves, as the metrics of torchmetrics do in ``compute``. If a
+metric's values differ between ranks, the metric does not combine the states, which is an error. If ``stop`` or
+``max_steps`` ends training in the middle of an epoch, the random state is restored after the evaluation, because an
+uninterrupted run would not have evaluated there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NO_SAMPLES = "Trainer.{}: the data has no samples"
 
 
 class Evaluator:
-    """Evaluates a model, in evaluation mode, without gradients."""
+    """Evaluates a model in evaluation mode, without gradients."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class Evaluator:
     def keeping_loader(self) -> Iterator[None]:
         """Within this context, keep the loader of the last data, with its worker processes, for the next evaluation.
 
-        At the end of the context, the worker processes end in the right order. The garbage collector would break their
-        queues first, and then wait for seconds.
+        At the end of the context, the worker processes end in the right order. The garbage collector would first break
+        the workers' queues, and then wait for the workers for seconds.
         """
         self._keeps_loader = True
         try:
@@ -97,15 +97,16 @@ class Evaluator:
         """Evaluate one batch of a dataset before training, to find mistakes that would otherwise show after an epoch.
 
         An exception in the script's code is ignored: some models can't be evaluated before they have trained, and any
-        other problem will come up in the evaluation itself. Random state is restored, and metrics are reset.
+        other problem will show in the evaluation itself. Random state is restored, and metrics are reset.
 
         Raises:
-            ValueError: On every rank: a value is not one number for each sample, or the monitored value is missing.
+            ValueError: On every rank: a value is neither one number for each sample nor their mean, or the monitored
+                value is missing.
         """
         if self._is_padded or any(map(is_lazy, self._evaluated.parameters())):
             return
         if not isinstance(self._plan_for(data), Planned):
-            return  # not for a stream, which would lose a batch
+            return  # a stream would lose a batch
         tally, values = _Tally(), {}
         with random_state_kept(), _evaluating(self._model), contextlib.suppress(Exception):
             self._reset_metrics()
@@ -188,7 +189,7 @@ class Evaluator:
         return contextlib.nullcontext() if self._keeps_loader else self.keeping_loader()
 
     def _batches(self, data: Any) -> Iterator[Counted]:
-        """Yield this rank's batches on the device, padded with batches of size 0 if all ranks need the same number."""
+        """Yield this rank's batches on the device, padded with batches of size 0 if all ranks need equally many."""
         for batch, size in self._plan_for(data).batches(self._is_padded):
             batch = to_device(batch, self._device)
             yield lay_out_batch(batch) if self._channels_last else batch, size
@@ -233,8 +234,8 @@ class _Tally:
         """Return the means over the samples of all ranks.
 
         Raises:
-            ValueError: On every rank: there are no samples, a rank has a value that is not one number for each sample,
-                or a rank has no samples although every rank needs some.
+            ValueError: On every rank: there are no samples, a rank has a value that is neither one number for each
+                sample nor their mean, or a rank has no samples although every rank needs some.
         """
         every = ranks.gather((self._sums, self.problem))
         for _, problem in every:
@@ -256,7 +257,7 @@ class _Tally:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode without gradients, and back afterwards."""
+    """Put a model into evaluation mode, without gradients, and restore its mode afterwards."""
     was_training = model.training
     model.eval()
     try:

@@ -1,9 +1,10 @@
-"""The batches that each rank evaluates: from a dataset, from a loader that is the same on all ranks, or from its own.
+"""The batches that each rank evaluates: from a dataset, a loader that all ranks share, or a loader of its own.
 
-A dataset is divided among the ranks. If all ranks have the same torch loader, they take turns at its batches: its
-sampler draws from a fixed seed, and the ranks compare the indices that it yields. If a loader divides its data, each
-rank takes its own batches. In all these cases the indices in each batch are known in advance, and so is its size,
-whatever the batch looks like. Only in a stream or a list of batches is the size taken from the first tensor.
+A dataset is divided among the ranks. If all ranks have the same torch loader, the ranks take turns at the loader's
+batches: the sampler draws from a fixed seed, and the ranks compare the indices that the sampler yields. If the ranks'
+loaders divide the data, each rank takes all batches of its own loader. In all these cases, the indices in each batch
+are known in advance. So the size of a batch is known, too, whatever the batch looks like, unless a `collate_fn` leaves
+samples out. In a stream or a list of batches, the first tensor of a batch shows the size.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ Counted = tuple[Any, int]
 
 
 class Planned:
-    """Batches of a map-style dataset, or of a torch loader of one: their indices are known before they are loaded.
+    """Batches of a map-style dataset, or of a torch loader of such a dataset, with indices that are known in advance.
 
-    Each rank has a part of a dataset. If all ranks have the same loader, they take turns at its batches; a loader of
-    this rank's own part stays as it is.
+    A dataset is divided among the ranks. If all ranks have the same loader, they take turns at its batches. A loader of
+    this rank's own part is used as it is.
 
     Raises:
         ValueError: Ranks have different data.
@@ -62,7 +63,7 @@ class Planned:
         self._num_of_longest = ranks.largest(len(self._lists))
 
     def batches(self, pads: bool) -> Iterator[Counted]:
-        """Yield this rank's batches; with `pads`, as many as the rank with the most."""
+        """Yield this rank's batches; with `pads`, as many as the rank that has the most."""
         batch = None
         for batch, indices in zip(self._loader, self._lists, strict=True):
             yield batch, self._num_samples(batch, indices)
@@ -86,7 +87,7 @@ class Own:
         self._ranks = ranks
 
     def batches(self, pads: bool) -> Iterator[Counted]:
-        """Yield this rank's batches; with `pads`, as many as the rank with the most."""
+        """Yield this rank's batches; with `pads`, as many as the rank that has the most."""
         batch, loaded = None, iter(self._loader)
         following = next(loaded, None)
         while following is not None or pads:
@@ -139,7 +140,7 @@ def count_samples(batch: Any) -> int:
 
 
 def _lists_of(loader: Any, ranks: RankGroup | None) -> list[Any]:
-    """Return the indices of a loader's batches; with `ranks`, which share the loader, those of this rank's turns."""
+    """Return the indices in each batch of a loader; if `ranks` share the loader, only for this rank's turns."""
     with random_state_kept():
         seed_process(0)  # so that a random sampler gives all ranks the same order
         lists = list(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
@@ -150,7 +151,7 @@ def _lists_of(loader: Any, ranks: RankGroup | None) -> list[Any]:
             "Trainer.evaluate: the ranks' loaders give different batches: pass the dataset itself, or "
             "phalanx.DataLoader(part, is_own_part=True) of this rank's own"
         )
-    if lists and loader.batch_sampler is not None:  # if there are few batches, they are cut so that each rank has some
+    if lists and loader.batch_sampler is not None:  # few batches are cut, so that each rank has some
         num = -(-ranks.world_size // len(lists))
         pieces = ([batch[at] for at in share(len(batch), part, num)] for batch in lists for part in range(num))
         lists = [piece for piece in pieces if piece]

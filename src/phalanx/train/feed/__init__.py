@@ -1,4 +1,5 @@
-"""The source of a trainer's batches: a dataset that it divides among the ranks, or the script's own loader.
+"""The source of a trainer's batches: a dataset that the trainer divides among the ranks, or the script's own loader.
 
-Start with `open_feed`, which chooses, then `feed`, the interface of both. Nothing here computes a step.
+Start with `open_feed`, which chooses between the two, then `feed`, their common interface. Nothing here computes a
+step.
 """

@@ -1,4 +1,4 @@
-"""`DatasetFeed`: divides a dataset into global batches, and each of these among the ranks."""
+"""`DatasetFeed`: divides a dataset into global batches, and each global batch among the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.train.feed.feed import Collate, Step, filler, whatever
 
 
 class DatasetFeed:
-    """Divides a dataset into global batches, and each of these among the ranks."""
+    """Divides a dataset into global batches, and each global batch among the ranks."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class DatasetFeed:
         self._num_workers = num_workers
         self._filler: Any = None
         self._collate = collate_fn or torch_data.default_collate
-        self._generator = torch.Generator()  # the loader's own, so that resuming does not draw the script's numbers
+        self._generator = torch.Generator()  # the loader's own, so that resuming draws none of the script's numbers
         is_seeded = seeds_samples or num_workers > 0
         self._loader: Iterable[Any] = torch_data.DataLoader(
             _SeededSamples(dataset, seed) if is_seeded else dataset,
@@ -89,7 +89,7 @@ class DatasetFeed:
             self._batches.epoch, self._batches.place = epoch, 0
 
     def together(self, step: Step | None) -> Step | None:
-        return step  # not None: every rank has a part of each step, maybe an empty one
+        return step  # never None: every rank has a part of each step, maybe an empty part
 
     def steps(self) -> Iterator[Step]:
         self._generator.manual_seed(derive_seed(self._seed, "workers", self._batches.epoch))
@@ -100,7 +100,7 @@ class DatasetFeed:
             del parts
 
     def _fill(self) -> Any:
-        """Return a batch for a part without samples, which weighs nothing."""
+        """Return a batch for a part without samples; it has no weight in the step."""
         if self._filler is None:
             self._filler = filler(self._dataset, [0], self._num_workers, collate_fn=self._collate)
         return self._filler
@@ -117,7 +117,7 @@ class DatasetFeed:
 
 
 class _FilledParts:
-    """A batch sampler that yields the non-empty parts; if samples are seeded, the epoch comes with each index."""
+    """A batch sampler that yields the non-empty parts; if samples are seeded, it pairs each index with the epoch."""
 
     def __init__(self, batches: GlobalBatches, *, with_epoch: bool) -> None:
         self._batches = batches
@@ -130,7 +130,7 @@ class _FilledParts:
 
 
 class _SeededSamples(torch_data.Dataset[Any]):
-    """Dataset that seeds each sample by its index and the epoch, so augmentation does not depend on earlier samples."""
+    """Dataset that seeds each sample's random numbers by epoch and index, so they do not depend on earlier samples."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset = dataset

@@ -14,7 +14,7 @@ Collate = Callable[[list[Any]], Any]
 """Function that collates samples into a batch, as for torch's loaders."""
 
 Part = tuple[Any, int]
-"""Batch of one forward pass, and its number of samples; 0: it weighs nothing, and only keeps this rank in step."""
+"""Batch of one forward pass, and its number of samples; a batch with 0 has no weight, and only keeps ranks in step."""
 
 Step = tuple[list[Part], int]
 """This rank's parts of a step, and the step's number of samples over all ranks; 0: unknown."""
@@ -27,7 +27,7 @@ class Feed(Protocol):
         num_steps: Number of steps in an epoch; None if unknown.
         num_left: Number of steps left in this epoch; None if unknown.
         is_at_start: Whether no batch of the epoch has been trained on.
-        is_at_end: Whether every batch of the epoch has been trained on, as far as is known.
+        is_at_end: Whether every batch of the epoch has been trained on; False if unknown.
     """
 
     @property
@@ -45,10 +45,10 @@ class Feed(Protocol):
     def together(self, step: Step | None) -> Step | None:
         """Return the step that all ranks take, even if this rank has no part in it; None if no rank has a step.
 
-        Every rank calls it, with None once its own steps are over.
+        Every rank must call this, with None after its own last step.
 
         Raises:
-            ValueError: On every rank: some rank has no batch with which it could take part.
+            ValueError: On every rank: a rank has no batch with which it could take part.
         """
         ...
 
@@ -78,10 +78,11 @@ def is_dataset(data: Any) -> bool:
 
 
 def filler(dataset: Any, keys: Any, num_workers: int, **options: Any) -> Any:
-    """Return a batch with which a rank takes part when it has none left. It does not depend on where a run was stopped.
+    """Return a batch with which a rank takes part when it has no batches left.
 
-    If worker processes load the dataset, one of them loads this batch, too. Many datasets open a file when they are
-    first asked for a sample; if this process did so, processes that it forks later would share the file's position.
+    The batch is always the same, so it does not depend on where a run was stopped. If worker processes load the
+    dataset, a worker process loads this batch, too. Many datasets open a file at the first sample. If this process
+    opened the file, workers that it forks later would share the file's position.
 
     Args:
         keys: Only item of the loader's sampler: the indices of a batch, or the index of a sample that is a batch.

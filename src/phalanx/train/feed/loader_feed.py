@@ -2,11 +2,10 @@
 
 Before each step, the ranks tell each other how many samples their batches have. The weight of a batch is its number of
 samples, an epoch is as long as the longest loader, and a rank that has run out of batches takes part with a batch that
-weighs nothing.
-
-The numbers that a loader draws (its base seed, the order of a shuffling sampler) come from generators of its own,
-seeded by the epoch, so a resumed run draws exactly the numbers of an uninterrupted one. In workers each sample is
-seeded separately, so its augmentation does not depend on what the worker loaded before.
+weighs nothing. The numbers that a loader draws (its base seed, the order of a shuffling sampler) come from a generator
+that the feed seeds by the epoch, unless the script gives the loader a generator. So a resumed run draws exactly the
+same numbers as an uninterrupted run. Unlike in `dataset_feed`, samples are not seeded one by one, so augmentation in a
+worker depends on what the worker loaded before.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ class LoaderFeed:
     """Takes the batches of this rank's loader as they are, one per step; an epoch is as long as the longest loader.
 
     Each rank's batch weighs as many samples as it holds. A rank that has no batches left takes part with a batch that
-    weighs nothing. If the tensors do not tell the number of samples, all batches weigh the same.
+    weighs nothing. If the tensors do not show the number of samples, all batches weigh the same.
 
     Args:
-        loader: Iterable of batches, which is iterated anew in each epoch. If it has ``state_dict`` and
-            ``load_state_dict``, it resumes by itself, on any number of ranks; otherwise the batches that were already
-            trained on are skipped.
+        loader: Iterable of batches, which is iterated anew in each epoch. If the loader has ``state_dict`` and
+            ``load_state_dict``, it restores its position itself, on any number of ranks; otherwise, the batches that
+            were already trained on are skipped.
         seed: Seed for samplers that have no generator of their own.
         ranks: All ranks of the job.
         without_effect: Names of the given settings that have no effect here.
@@ -193,11 +192,11 @@ class LoaderFeed:
         )
 
     def _fill(self) -> Any:
-        """Return a batch that weighs nothing, with which this rank takes part; None if there is none."""
+        """Return a batch of weight 0, with which this rank takes part in a step; None if there is none."""
         if self._filler is None and self._can_make_filler:
             loader = self._loader
             self._filler = filler(
-                loader.dataset, [0, 0], loader.num_workers, collate_fn=loader.collate_fn,  # BatchNorm needs two
+                loader.dataset, [0, 0], loader.num_workers, collate_fn=loader.collate_fn,  # BatchNorm needs two samples
                 worker_init_fn=loader.worker_init_fn, multiprocessing_context=loader.multiprocessing_context,
             )  # fmt: skip
         return self._last if self._filler is None else self._filler
@@ -231,7 +230,7 @@ class LoaderFeed:
 
 
 def _length_of(loader: Any) -> int:
-    """Return the number of a loader's batches, `sys.maxsize` if it has no length."""
+    """Return the number of a loader's batches, or `sys.maxsize` if the loader has no length."""
     try:
         return len(loader)
     except TypeError:  # a stream
@@ -239,10 +238,11 @@ def _length_of(loader: Any) -> int:
 
 
 def is_divided(loader: Any, ranks: RankGroup) -> bool:
-    """Return whether a loader yields this rank's own batches, as far as can be known; every rank calls it.
+    """Return whether a loader yields this rank's own batches, as far as can be known; every rank must call this.
 
     Raises:
-        ValueError: On every rank: loaders that do not divide the data hold different parts of it, which overlap.
+        ValueError: On every rank: loaders that do not divide the data hold different parts of the data, and the parts
+            overlap.
     """
     samplers = _samplers(loader)
     dataset = getattr(loader, "dataset", None)

@@ -1,4 +1,4 @@
-"""`open_feed`: the feed for data and settings, or the error that says why they do not fit."""
+"""`open_feed`: the feed for data and settings, or the error that says why the two do not fit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def open_feed(
     collate_fn: Collate | None = None,
     batch_sampler: Iterable[Iterable[int]] | None = None,
 ) -> Feed:
-    """Return the feed of a map-style dataset, or of a loader. Every rank calls it.
+    """Return the feed of a map-style dataset, or of a loader. Every rank must call this.
 
     Args:
         data: Dataset that the ranks divide, or loader of this rank's own batches.
@@ -119,7 +119,7 @@ def _check_number_of_ranks(batch_size: int | None, num_parts: int | None, world_
 
 
 def _without_effect(loader: Any, s: Settings, ranks: RankGroup, given: Collection[str]) -> list[str]:
-    """Return the given settings about a dataset's batches, which have no effect on a loader's.
+    """Return those of the given settings that have no effect, because the loader makes the batches.
 
     Raises:
         ValueError: The loader's batches differ from `Settings.global_batch_size`.
@@ -140,7 +140,7 @@ def _without_effect(loader: Any, s: Settings, ranks: RankGroup, given: Collectio
 
 
 def _check_batch_sampler(batch_sampler: Any, s: Settings) -> None:
-    """Refuse a batch sampler that makes the batches of one rank, and settings that it replaces.
+    """Refuse a batch sampler that makes the batches of a single rank, and settings that the sampler replaces.
 
     Raises:
         ValueError: The sampler and the settings do not fit together.

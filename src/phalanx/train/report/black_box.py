@@ -1,6 +1,6 @@
 """The part of a run's report that comes from black boxes: waits, the last moments before a failure, lost ranks.
 
-Everything that comes from the boxes is escaped for HTML. Imports no torch.
+Everything that comes from the boxes is escaped for HTML. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def boxes_of(folder: Path, logs: Iterable[str], trained: Span) -> SavedBoxes:
     Args:
         folder: Folder of the run's report.
         logs: Folders of the logs of all launches, relative to `folder`.
-        trained: First and last record of the attempt.
+        trained: Times of the attempt's first and last record.
     """
     for found in _candidates(folder, logs):
         begin_s, end_s = _span(found.boxes)
@@ -43,7 +43,7 @@ def boxes_of(folder: Path, logs: Iterable[str], trained: Span) -> SavedBoxes:
 
 
 def _candidates(folder: Path, logs: Iterable[str]) -> Iterator[SavedBoxes]:
-    """Yield the boxes in memory, if this process is a rank, then those that launchers have saved, by attempt."""
+    """Yield the boxes in memory, if this process is a rank, then the boxes that launchers have saved, by attempt."""
     with contextlib.suppress(ValueError, OSError):
         if (place := open_box(os.getpid())) is not None:
             fd, _ = place
@@ -59,7 +59,7 @@ def _candidates(folder: Path, logs: Iterable[str]) -> Iterator[SavedBoxes]:
 def losses_of(folder: Path, logs: Iterable[str]) -> list[Loss]:
     """Return the lost ranks that the launches of a run have recorded, in order of time.
 
-    On several hosts each launcher that outlived a loss has recorded it; such duplicates are returned once.
+    On several hosts, each launcher that survived a loss has recorded it; such a loss is returned only once.
     """
     by_launch = sorted(map(load_losses, _launches(folder, logs)), key=len, reverse=True)
     found: list[Loss] = []
@@ -86,7 +86,9 @@ def out_of_reach(folder: Path, logs: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def was_planned(folder: Path, before: str, after: str, between: Span) -> bool:
-    """Return whether an attempt ended in a planned restart: the next one has the same launch, and no loss is recorded.
+    """Return whether an attempt ended in a planned restart.
+
+    It did if the next attempt belongs to the same launch, and the launch has recorded no loss in between.
 
     Args:
         before: Folder of the logs of the attempt's launch, relative to `folder`; empty: unknown.
@@ -112,7 +114,7 @@ def summary_of(boxes: Iterable[Box]) -> Summary:
 
 
 def rows_of(summary: Summary) -> list[tuple[str, str, str, str]]:
-    """Return a row for each rank: its name, the time that others waited for it, its cost, and where it is slow."""
+    """Return a row for each rank: its name, the time that other ranks waited for it, its cost, and where it is slow."""
     return [
         (f"rank {one.rank}", measured(one.awaited_s), f"{max(0.0, one.cost):.1%}", one.what_is_slow or "nothing clear")
         for one in summary.accounts
@@ -122,7 +124,8 @@ def rows_of(summary: Summary) -> list[tuple[str, str, str, str]]:
 def timeline(saved: SavedBoxes) -> tuple[str, str]:
     """Return a figure of the last moments of all ranks, and a note about it.
 
-    Each rank has a row with its phases and collectives as bars; the bar of one that did not end extends to the edge.
+    Each rank has a row with its phases and collectives as bars; the bar of a phase or collective that did not end
+    extends to the edge.
     """
     boxes = saved.boxes
     shown = [box for box in boxes if box.events][:_MOST_RANKS]

@@ -2,11 +2,11 @@
 
 metrics.jsonl is written first and remains the record of the run; a logger gets the same numbers, on rank 0 only. The
 random state is restored after a logger begins, because a run's bits must not depend on its loggers. After its first
-failure a logger is left out, because it may have waited long for a network and would do so again; the run says so once
-and trains on. A logger has 10 s to close, because a job that must end has little time. Steps that a resumption repeats
-are not sent to Weights & Biases a second time, because the run there continues; TensorBoard is told to forget their
-first records. There is no logger for MLflow or CSV files: an object with two methods serves MLflow, and the run's
-folder has the CSV.
+failure, a logger is not called again, because it may have waited long for a network and would wait again. The run
+reports the failure once and trains on. A logger has 10 s to close, because a job that must end has little time. Steps
+that a resumption repeats are not sent to Weights & Biases a second time, because the run continues there; TensorBoard
+is asked to drop the first records of these steps. There is no logger for MLflow or CSV files: for MLflow, an object
+with two methods is enough, and `write_csv` writes the CSV into the run's folder.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Logger(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Facts about the run, for a logger that begins.
+    """Facts about the run, which a logger gets when it is opened.
 
     Attributes:
         folder: Folder of the run.
@@ -69,7 +69,7 @@ class Run:
 
 
 class Loggers:
-    """All loggers of a trainer; every rank has one, and only rank 0's logs.
+    """All loggers of a trainer; every rank makes this object, but only rank 0 logs.
 
     Args:
         given: Name of a logger, a `Logger`, or a sequence of them.
@@ -96,7 +96,7 @@ class Loggers:
             if not isinstance(one, str) and not (hasattr(one, "log") and hasattr(one, "close")):
                 raise TypeError(f"Trainer: a logger has log(metrics, step) and close(), and {one!r} does not")
         self._is_told = ranks.rank == 0
-        problems = ranks.gather(self._missing() if self._is_told else "")  # even on ranks without loggers
+        problems = ranks.gather(self._missing() if self._is_told else "")  # every rank calls, even without loggers
         if problems[0]:
             raise ImportError(problems[0])
 
@@ -122,7 +122,7 @@ class Loggers:
 
         Args:
             run: Facts about the run.
-            attempt: Function that takes the name of an action and returns a context that reports its error.
+            attempt: Function that takes the name of an action and returns a context that reports the action's error.
         """
         self._attempt = attempt
         for one in self._given if self._is_told else ():
@@ -146,7 +146,7 @@ class Loggers:
             with self._attempt(f"to the logger {key.split(' ', 1)[1]}"):
                 logger.log(metrics, record["step"])
                 failed = False
-            if failed:  # left out from now on: it may have waited long for a network
+            if failed:  # not called again, because it may have waited long for a network
                 del self._open[key]
 
     def close(self, limit_s: float = CLOSE_S) -> None:
@@ -188,7 +188,7 @@ class _TensorBoard:
     def log(self, metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # now, because a rank that is killed never closes it
+        self._writer.flush()  # now, because a killed rank never closes the writer
 
     def close(self) -> None:
         self._writer.close()
@@ -226,7 +226,7 @@ class _Wandb:
 
 
 def _is_wandb_configured() -> bool:
-    """Return whether wandb has a mode or a key; without them it would prompt for a key."""
+    """Return whether wandb has a mode or a key; without either, wandb would prompt for a key."""
     environ = _env.environment()
     if environ.get("WANDB_MODE") or environ.get("WANDB_API_KEY"):
         return True

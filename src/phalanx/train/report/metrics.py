@@ -1,4 +1,4 @@
-"""The metrics that a run writes while it trains: FOLDER/metrics.jsonl, one record per line; and the same as CSV.
+"""The metrics that a run writes while it trains: FOLDER/metrics.jsonl, one record per line; and the same data as CSV.
 
 Every record has ``time`` (Unix seconds), ``kind`` and ``attempt``, counted from 0 over all starts in this folder:
 
@@ -13,11 +13,11 @@ Every record has ``time`` (Unix seconds), ``kind`` and ``attempt``, counted from
   whose memory has the state
 - ``save``: ``step``, ``blocked_s``; ``preempted``: ``step``, ``signal``; ``end``: ``step``, ``epoch``, ``seconds``,
   ``reason``: "max_epochs", "max_steps", "patience" or "stop", the last two with a ``message``
-- ``not_finite``: ``step``, ``epoch``, ``ranks`` that saw it first, ``message``
+- ``not_finite``: ``step``, ``epoch``, ``ranks`` that first had such a value, ``message``
 - ``replicas_differ``: ``step``, ``ranks`` that differ from the majority, ``tensors`` that differ, ``message``
 
 ``epoch`` counts from 0 here, in the CSV and for loggers, as `Trainer.epoch` does; screen and report count from 1.
-Numbers that are not finite are written as Python writes them: ``NaN``, ``Infinity``. Imports no torch.
+Numbers that are not finite are written as Python writes them: ``NaN``, ``Infinity``. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Record = dict[str, Any]
 PHASES = ("data", "forward", "backward", "exchange", "wait", "optimizer", "callbacks", "snapshot")
 """Phases of a step. "exchange" averages gradients with the other ranks, "wait" waits for the slowest of them.
 
-Between hosts and with torch's wrappers the two can't be separated: there "exchange" is both.
+Between hosts and with torch's wrappers the two can't be separated: there, "exchange" includes the wait.
 """
 RECORDED = {"data": "load data"}
 """Names of phases in the black box, where they differ from those here."""
@@ -56,8 +56,8 @@ _UNDONE = ("step", "epoch", "evaluation", "save")  # kinds that a resumption fro
 class MetricsLog:
     """Appends records to FOLDER/metrics.jsonl, on rank 0.
 
-    Each record is one write, so a killed process leaves at most one incomplete line, the last. While the file is open,
-    a shared lock is held, by which readers tell a run that is running from one that was killed.
+    Each record is written in one call, so a killed process leaves at most one incomplete line, the last. The log holds
+    a shared lock while the file is open. By this lock, readers can tell a run that still runs from one that was killed.
 
     Args:
         folder: Folder of the run; made if missing.
@@ -92,7 +92,7 @@ class MetricsLog:
         self._is_torn = written != len(begin + line)  # a full disk may accept only part of the line
 
     def close(self) -> None:
-        """Close the file; a second time does nothing."""
+        """Close the file; a second call does nothing."""
         if not self._file.closed:
             with contextlib.suppress(OSError):  # unlocked explicitly, because a forked worker may have the file open
                 fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -136,7 +136,7 @@ def resumed_at(start: Record) -> int:
 
 
 def without_undone(records: list[Record]) -> list[Record]:
-    """Return `records` as if the run had never been interrupted.
+    """Return the records as if the run had never been interrupted.
 
     Records of steps that a later attempt has repeated are left out; if two records have the same kind and step, the
     later one stays.
@@ -180,7 +180,7 @@ def write_csv(folder: str | Path) -> Path:
 
 
 def numbers_of(kind: str, record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in a record, under names that differ between kinds; none for kinds without steps.
+    """Return the numbers in a record, under names that differ between kinds; empty for kinds without steps.
 
     Numbers of a "step" keep their names; an "epoch" has ``epoch_loss``, an "evaluation" ``validation/loss`` and so on.
     """
@@ -215,7 +215,7 @@ def _parse(lines: bytes) -> list[Record]:
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line, parse_int=_int)
             if isinstance(record, dict) and _is_placed(record):
-                if rb"\ud" in line.lower():  # it may hold a lone surrogate, for which this raises ValueError
+                if rb"\ud" in line.lower():  # for a lone surrogate, this raises ValueError
                     json.dumps(record, ensure_ascii=False).encode()
                 records.append({key: value for key, value in record.items() if _FIELDS.get(key, _anything)(value)})
     return records

@@ -25,14 +25,14 @@ from phalanx.host.cpus import read_machine
 from phalanx.record.notes import run_logs
 from phalanx.wire.rank_group import RankGroup
 
-_MAX_PIDS, _MAX_PLACES = 16, 8  # most process ids, and most hosts, in a line
+_MAX_PIDS, _MAX_PLACES = 16, 8  # most process ids, and most sets of CPUs, in a line
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 
 def describe_origin(
     model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup, folder: str
 ) -> dict[str, Any]:
-    """Return a run's origin by topic, with paths relative to `folder`; every rank calls it."""
+    """Return a run's origin by topic, with paths relative to `folder`; every rank must call this."""
     module = checkpoint.unwrap(model)
     size = sum(parameter.numel() for parameter in module.parameters())
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
@@ -58,7 +58,7 @@ def describe_origin(
 
 
 def _threads(ranks: RankGroup) -> str:
-    """Return a phrase on the threads of each rank and the CPUs that they may use; every rank calls it."""
+    """Return a phrase on the threads of each rank and the CPUs that they may use; every rank must call this."""
     told = ranks.gather((torch.get_num_threads(), format_ranges(usable_cpus())))
     numbers = list(dict.fromkeys(num for num, _ in told))
     where = list(dict.fromkeys(cpus for _, cpus in told))
@@ -78,7 +78,7 @@ def _what_to_tune() -> dict[str, str]:
 
 
 def processes_of(ranks: RankGroup) -> str:
-    """Return a line with the process id of each rank; every rank calls it."""
+    """Return a line with the process id of each rank; every rank must call this."""
     told = ranks.gather((_env.host_name(), os.getpid()))[:_MAX_PIDS]
     by_host: dict[str, list[int]] = {}
     for host, pid in told:
@@ -90,7 +90,7 @@ def processes_of(ranks: RankGroup) -> str:
 
 
 def git_commit(folder: str) -> str:
-    """Return the commit checked out around `folder`; empty if there is none. Needs no git."""
+    """Return the commit of the work tree that contains `folder`; empty if there is none. This needs no git."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         for place in (Path(folder), *Path(folder).parents):
             git = place / ".git"

@@ -1,6 +1,6 @@
 """Plots as HTML without scripts or other files: curves over steps, stacked bars. Colours are those of report.css.
 
-Lines are SVG that stretches with the page; labels are HTML beside it, so they keep their size in any window.
+Lines are SVG that stretches with the page; labels are HTML beside the SVG, so they keep their size in any window.
 """
 
 from __future__ import annotations
@@ -107,9 +107,10 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], whole: str = "a step")
 
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
-    """Return a CSS class for each name: phases keep theirs on the whole page, and no two names in a figure share one.
+    """Return a CSS class, which sets the colour, for each name in a figure.
 
-    Beyond `_NUM_COLOURS`, colours repeat, paler.
+    A phase has the same colour on the whole page. The names in a figure have different colours; if there are more than
+    `_NUM_COLOURS` names, colours are repeated in a paler form.
     """
     names = list(names)
     taken = {_OF_PHASES[name] for name in names if name in _OF_PHASES}
@@ -200,7 +201,7 @@ def _why_lost(points: Sequence[Point]) -> str:
 
 
 def _segments(points: Sequence[Point]) -> list[list[Point]]:
-    """Split the points into runs, at each value that is not drawn."""
+    """Split the points into segments, at each value that is not drawn."""
     segments: list[list[Point]] = [[]]
     for point in points:
         if _is_drawn(point[1]):

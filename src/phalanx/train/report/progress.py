@@ -28,7 +28,7 @@ class ProgressBar:
 
     @staticmethod
     def open(num_steps: int, step: int = 0) -> ProgressBar | None:
-        """Return a bar that begins at `step`; None if rich is missing, or the terminal can't move its cursor."""
+        """Return a bar that begins at `step`; None without rich, or without a terminal that can move its cursor."""
         try:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -64,7 +64,7 @@ class ProgressBar:
 
 
 class _StderrBesideBar:
-    """Replaces stderr while the bar is shown: text goes to rich, which prints it above the bar; warnings do not.
+    """Replaces stderr while the bar is shown: text goes to rich, which prints it above the bar; warnings bypass rich.
 
     Warnings are written unchanged, because ``phalanx run`` shows the same warning of all ranks once, above the bar.
     """

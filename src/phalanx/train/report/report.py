@@ -1,6 +1,6 @@
 """FOLDER/report.html: the story of a run on one page that needs no network, no script and no other file.
 
-Everything that comes from the run is escaped for HTML. Imports no torch.
+Everything that comes from the run is escaped for HTML. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _Run:
         return [(record["step"], record[name]) for record in self.steps if is_number(record.get(name))]
 
     def mode_of(self, metric: str) -> str | None:
-        """Return "min" or "max" if it is known whether a lower or a higher value of a metric is better."""
+        """Return "min" or "max": whether a lower or a higher value of a metric is better; None if unknown."""
         set_to = self.settings.get("mode") if metric == self.settings.get("monitor") else None
         return set_to if set_to in ("min", "max") else mode_of(metric)
 
@@ -132,7 +132,7 @@ def _by_attempt(records: Sequence[Record]) -> dict[int, list[Record]]:
 
 
 def _without_idle(records: list[Record]) -> list[Record]:
-    """Leave out attempts that found the run finished: their ranks and times are not those of the training."""
+    """Leave out attempts that found the run already finished: their ranks and times say nothing about the training."""
     idle = {n for n, of in _by_attempt(records).items() if [record["kind"] for record in of] == ["start", "end"]}
     return [record for record in records if record["attempt"] not in idle] or records
 
@@ -192,7 +192,7 @@ def _section(title: str, content: str, note: str = "") -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table that scrolls by itself in a narrow window; the first cell is the header of its row."""
+    """Return a table that scrolls on its own in a narrow window; the first cell is the header of its row."""
     columns = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
     body = "".join(
         f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
@@ -228,7 +228,7 @@ def _key_figures(run: _Run) -> str:
     )
     if is_number(rare.get("least_s")):
         tiles.append(
-            ("Checkpoints on disk", measured(rare["least_s"]), "apart at least: hosts keep the state in memory")
+            ("Checkpoints on disk", measured(rare["least_s"]), "minimum interval: hosts keep the state in memory")
         )
     trained_s = sum(records[-1]["time"] - records[0]["time"] for records in run.attempts.values())
     in_all = f"{measured(run.last_s - run.began_s)} with gaps" if len(run.attempts) > 1 else ""
@@ -281,7 +281,7 @@ def _curves(run: _Run) -> str:
 
 
 def _phases(run: _Run) -> str:
-    """Return bars of each rank's time by phase, for the last attempt alone: earlier ones may have had other ranks."""
+    """Return bars of each rank's time by phase, for the last attempt alone: ranks may differ between attempts."""
     timed = [record for record in run.steps if record.get("phases_by_rank") and record.get("phases_s")]
     if not timed:
         return ""
@@ -361,7 +361,7 @@ def _restarts(run: _Run) -> str:
 
 
 def _losses(run: _Run) -> str:
-    """Return a table and bars of the lost ranks that the launchers recorded: how each was noticed, time by phase."""
+    """Return a table and bars of the lost ranks that launchers recorded: how each was noticed, its time by phase."""
     losses = black_box.losses_of(run.folder, [*run.logs, *(logs for _, logs in run.others)])
     away = black_box.out_of_reach(run.folder, run.others)
     more = f"The launchers on {listed(away, 8)} recorded theirs in run folders that are not on this host."
@@ -396,7 +396,7 @@ def _how(records: Sequence[Record]) -> str:
 
 
 def _origin(run: _Run) -> str:
-    """Return what the last start ran, and where; with links to the logs of all starts."""
+    """Return a table of what the last start ran and where, with links to the logs of all starts."""
     origin = run.starts[-1].get("origin", {}) if run.starts else {}
     rows = [(str(name), str(value)) for name, value in origin.items() if name not in ("logs", "logs of others")]
     # Always a relative path, so that a recorded folder can't make a link to another host.

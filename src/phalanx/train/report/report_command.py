@@ -10,7 +10,7 @@ from phalanx.train.report.report import write_report
 
 
 def main(args: Sequence[str]) -> int:
-    """Run the command; return 2 for a mistake, or if there is no run to report on."""
+    """Run the command, and return its exit code: 2 for a usage error, or if there is no run to report on."""
     about = "Write FOLDER/report.html: one page with the state, curves, timings and restarts of a run."
     parser = Parser("phalanx report", "phalanx report FOLDER", about, "phalanx report runs/train")
     parser.add_argument("folder", metavar="FOLDER", help="folder of the run, such as runs/train")

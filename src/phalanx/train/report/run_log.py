@@ -1,9 +1,10 @@
 """The output of a run while it trains: one progress bar or plain lines, metrics of all ranks, time by phase.
 
-The phase "exchange" is the time that our DistributedDataParallel spends on averaging at the end of backward, and that
-ranks spend on agreeing. On phalanx averaging is one call, so timing it costs nothing. The core measures how long a rank
-waited in that call for all ranks to arrive; that time is the phase "wait". Between hosts the wait is part of
-"exchange". torch's wrappers average during backward, so there both are part of "backward".
+The phase "exchange" is the time that our DistributedDataParallel spends on averaging at the end of backward, plus the
+time that ranks spend on agreements (see `consensus`). On the phalanx backend, averaging is one call, so timing it costs
+nothing. The core measures how long a rank waited in that call for all ranks to arrive; that time is the phase "wait".
+Between hosts the wait is part of "exchange". torch's wrappers average during backward, so with them, both phases are
+part of "backward".
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Clock:
 
     def begin(self, phase: str) -> None:
         """Record the beginning of a phase in the black box; the next `lap` ends it."""
-        writer.end(self._event)  # the previous one, which an error may have left open
+        writer.end(self._event)  # the previous phase, which an error may have left open
         self._event = writer.begin_phase(RECORDED.get(phase, phase), self.step)
 
     def lap(self, phase: str) -> None:
@@ -79,7 +80,7 @@ class Clock:
 
 
 class RunLog:
-    """Shows and logs a run; every rank has one, and only rank 0's prints and writes.
+    """Shows and logs a run; every rank has this object, but only rank 0 prints and writes.
 
     Args:
         folder: Folder of the run.
@@ -116,7 +117,7 @@ class RunLog:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close_bar()
-        is_victim = kind is not None and issubclass(kind, RankFailed)  # a victim must not hold up the restart
+        is_victim = kind is not None and issubclass(kind, RankFailed)  # such a rank must not delay the restart
         self._loggers.close(_VICTIMS_CLOSE_S if is_victim else CLOSE_S)
         if self._log is not None:
             self._log.close()
@@ -145,13 +146,13 @@ class RunLog:
 
     @contextlib.contextmanager
     def sparing_the_training(self, what: str) -> Iterator[None]:
-        """Keep an error in the body, such as a full disk, from ending the training; say so once."""
+        """Keep an error in the body, such as a full disk, from ending the training; report it once."""
         try:
             yield
         except Exception as error:
             if what not in self._said_missing:
                 self._said_missing.add(what)
-                words = f"can't write {what} ({one_line(error)}); the training goes on"
+                words = f"can't write {what} ({one_line(error)}); training continues"
                 writer.note(words)
                 self.say(words)
 
@@ -170,7 +171,7 @@ class RunLog:
         return bool(self._losses)
 
     def begin_epoch(self, first_step: int, *, is_whole: bool) -> None:
-        """Begin the mean loss of an epoch. `is_whole` is False if an earlier attempt has trained a part of it."""
+        """Begin the mean loss of an epoch. `is_whole` is False if an earlier attempt trained a part of the epoch."""
         if self._bar is None and self._ranks.rank == 0 and is_terminal(sys.stdout):
             self._bar = ProgressBar.open(self.num_steps, first_step - 1)
         self._epoch = _Mean(first_step, is_whole)
@@ -185,7 +186,7 @@ class RunLog:
     ) -> list[list[float]]:
         """Gather, show and write the steps since the last call; return each rank's mean seconds by phase.
 
-        Every rank calls it after the same step.
+        Every rank must call this after the same step.
         """
         writer.note_memory()
         num = len(self._losses)

@@ -1,8 +1,8 @@
-"""How ranks agree, every few steps, on what any of them noticed: a signal, a stop, a bad value, or differing copies.
+"""How ranks agree, every few steps, on what any rank has noticed: a signal, a stop, a bad value, or differing copies.
 
-Right after gradients have been averaged, when the ranks have just met, one all_reduce of a few numbers tells every rank
-whether any of them was asked to end, and all obey after the same step. That costs some 0.1 ms. So if steps take less
-than 0.1 s, the ranks agree only about every 0.1 s, and at the end of every epoch.
+Right after gradients have been averaged, when the ranks have just waited for each other, one all_reduce of a few
+numbers shows every rank whether any rank was asked to end, and all ranks obey after the same step. The all_reduce costs
+some 0.1 ms. So if steps take less than 0.1 s, the ranks agree only about every 0.1 s, and at the end of every epoch.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Consensus:
         self._every, self._next = 1, 0  # steps between two agreements, and the step of the next one
 
     def is_due(self, step: int) -> bool:
-        """Return whether the ranks are due to agree after `step` steps; the same on all of them."""
+        """Return whether the ranks are due to agree after `step` steps; the same on all ranks."""
         return step >= self._next
 
     def agree(self, step: int) -> None:
-        """Agree with all ranks on what any of them has noticed.
+        """Agree with all ranks on what any rank has noticed.
 
         Raises:
             NonFinite: A value is not finite on some rank.
@@ -73,11 +73,11 @@ class Consensus:
             raise
 
     def agree_to_stop(self) -> None:
-        """Agree only on whether to end the training; every rank calls it after the same step."""
+        """Agree only on whether to end the training; every rank must call this after the same step."""
         self.stops = bool(self._ranks.largest(self.wants_stop))
 
     def adapt(self, step: int, fastest_s: float) -> None:
-        """Choose how often to agree from the fastest rank's time for a step; the same on every rank."""
+        """Choose how often to agree, given the fastest rank's time for a step; the same on every rank."""
         self._sentinel.adapt(step, fastest_s)
         self._every = max(1, int(_AGREE_S / fastest_s))
         if isinstance(self._compare_every, int) and self._compare_every:

@@ -1,9 +1,9 @@
 """`FolderLock`: a run folder belongs to one job at a time.
 
 Rank 0 holds a lock on the file ``.lock``. The kernel drops the lock when the process of rank 0 ends. The file names the
-lock's holder, so that the errors of other jobs can name it. A restart of a job whose first attempt was admitted is
-never refused, even if its settings are drawn at random: the file identifies the admitted job by the folder of its logs.
-`phalanx.checkpoint.disk.claim` does the work.
+job that holds the lock, so that the errors of other jobs can name this job. A restart of a job whose first attempt was
+admitted is never refused, even if its settings are drawn at random: the file identifies the admitted job by the folder
+of its logs. `phalanx.checkpoint.disk.claim` does the work.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class FolderLock:
     Attributes:
         problem: Reason why there is no lock; empty if there is one.
         was_ours: Whether an earlier attempt of this job was admitted to the folder: see `settle`.
-        is_first: Whether no earlier attempt of this job was in the folder; a restart that can't tell assumes one was.
+        is_first: Whether no earlier attempt of this job was in the folder; False if a restart can't tell.
 
     Raises:
-        PhalanxError: On entering, on every rank: another job holds the folder, or it can't be made.
+        PhalanxError: On entering, on every rank: another job holds the folder, or the folder can't be made.
     """
 
     def __init__(self, folder: str, ranks: RankGroup) -> None:
@@ -81,7 +81,7 @@ class FolderLock:
             self._claim.release()
 
     def settle(self) -> None:
-        """Record that this job was admitted to the folder, so that its restarts are, too, whatever they find there."""
+        """Record that this job was admitted to the folder, so its restarts are admitted, too, whatever it holds."""
         if self._claim is not None and not self.was_ours:
             self._claim.settle(is_settled=True)
 
@@ -95,7 +95,7 @@ class FolderLock:
             self._claim.check()
 
     def _take(self) -> Note | None:
-        """Claim the folder; return the note of another job that holds it."""
+        """Claim the folder; return the note of another job if that job holds the folder."""
         claim = Claim(self._folder, patience_s=_PATIENCE_IN_RESTART_S if restarts.is_restart() else _PATIENCE_S)
         try:
             holder = claim.take()
@@ -109,7 +109,7 @@ class FolderLock:
             self.problem = f"{self._folder} can't be locked ({claim.problem}): make sure that no other job trains in it"
         note, ours = claim.before, claimant()
         self.was_ours = restarts.is_restart() and bool(ours.job) and note.job == ours.job and note.is_settled
-        if ours.job and (ours.name or note.host in ("", os.uname().nodename)):  # else rank 0 may have moved
+        if ours.job and (ours.name or note.host in ("", os.uname().nodename)):  # else rank 0 may have moved hosts
             self.is_first = not self.was_ours
         if self._claim is not None:
             claim.settle(is_settled=self.was_ours)

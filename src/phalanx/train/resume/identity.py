@@ -3,23 +3,25 @@
 The identity is a list of facts. A fact is a name and a text, such as ``optimizer.lr`` and ``0.01``. Facts describe what
 the script gave: classes and hyperparameters of optimizer and scheduler; names, shapes and dtypes of the model's
 tensors; classes of its modules and, for torch's own modules, their settings; arguments of a loss module; length of the
-data; settings that affect the result. They are collected when the trainer is made, before a scheduler or a checkpoint
-has changed anything, and those of rank 0 count on all ranks. The facts in a checkpoint are compared before the rest is
-restored, so another run is refused before anything is changed.
+data; settings that affect the result. Facts are collected when the trainer is made, before a scheduler or a checkpoint
+has changed anything, and rank 0's facts count on all ranks. The facts in a checkpoint are compared before the rest of
+it is restored, so the checkpoint of another run is refused before it changes anything.
 
 - **Not compared** are settings that may change from one start to the next: ``max_epochs`` and ``max_steps`` (if the
-  length affects the result, it is in the scheduler), the number of ranks, ``micro_batch_size``, ``num_workers``,
-  ``patience``, what is saved and logged and where. Samples are not compared, because augmentation makes new ones.
+  length affects the result, the scheduler's facts contain it), the number of ranks, ``micro_batch_size``,
+  ``num_workers``, ``patience``, what is saved and logged and where. Samples are not compared, because augmentation
+  makes new ones.
 - **A fact that only one side has** is no difference; otherwise each new version of torch would cause a difference.
   Modules are compared only if both sides have the same torch; a wrapper or `SyncBatchNorm` makes no difference. If a
   callback of this run has a state and the checkpoint has none for it, that is a difference.
-- **Functions.** For a function of a `LambdaLR`, the numbers that it reads and its defaults are facts, but not texts,
-  clock readings or process ids. For a lambda and for a loss that is a local function, the compiled code is a fact,
-  because their names say nothing. The same holds for a function that makes the schedule, because the schedule itself
-  depends on the length of the run, which is not compared. Code is compared only under the same version of Python. Other
-  functions are compared by name: one more line of logging in a training step does not make another run.
+- **Functions.** For a function of a `LambdaLR`, the numbers that the function reads, and its defaults, are facts;
+  texts, clock readings and process ids are not. For a lambda and for a loss that is a local function, the compiled code
+  is a fact, because their names say nothing. The same holds for a function that makes the schedule, because the
+  schedule itself depends on the length of the run, which is not compared. Code is compared only under the same version
+  of Python. Other functions are compared by name: one more line of logging in a training step does not make another
+  run.
 - **With ``resume="force"``**, the script's hyperparameters are set again after loading, and a new scheduler is stepped
-  to the run's position, because no other way works for every class. The same is done if a function makes the schedule
+  to the run's position, because no other way works for every class. Both are also done if a function makes the schedule
   and the length of the run has changed.
 """
 
@@ -99,7 +101,7 @@ def facts_of(
 
     Args:
         module: Model without its wrapper.
-        optimizer: Optimizer of its parameters.
+        optimizer: Optimizer of the model's parameters.
         scheduler: Learning rate scheduler; None if there is none.
         objective: Loss or training step.
         s: Settings of the trainer.
@@ -115,7 +117,7 @@ def facts_of(
     facts |= _facts_of_loss(objective) if isinstance(objective, nn.Module) else {}
     facts |= _facts_of_optimizer(optimizer)
     facts["scheduler"] = "None" if scheduler is None else _name_of(type(scheduler))
-    if scheduler is not None and not hasattr(scheduler, "step"):  # it is a function that makes the scheduler
+    if scheduler is not None and not hasattr(scheduler, "step"):  # a function that makes the scheduler
         facts |= {"scheduler": _name_of(scheduler), "scheduler_interval": s.scheduler_interval}
         if inspect.isfunction(scheduler):  # its code counts, because the schedule depends on the length of the run
             facts |= {_PYTHON: _python(), _CODE_OF_SCHEDULE: _digest_of(scheduler)}
@@ -127,12 +129,12 @@ def facts_of(
 
 
 def refuse_differences(facts: Facts, settings: Settings, *, evaluates: bool, ranks: RankGroup) -> None:
-    """Refuse ranks that would train in different ways; every rank calls it.
+    """Refuse ranks that would train in different ways; every rank must call this.
 
     Facts that may legitimately differ between ranks, such as the training step, are not compared.
 
     Raises:
-        ValueError: The ranks would train in different ways; on every rank.
+        ValueError: The ranks would train in different ways; every rank raises the error.
     """
     own = {name: text for name, text in facts.items() if name.startswith(("optimizer", "scheduler"))}
     own |= {name: _text_of(value) for name, value in dataclasses.asdict(settings).items() if name not in _MAY_DIFFER}
@@ -143,7 +145,7 @@ def refuse_differences(facts: Facts, settings: Settings, *, evaluates: bool, ran
         return
     first, other = every[0], every[rank]
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-    differ = [f"{name} {first.get(name, 'not there')} and {other.get(name, 'not there')}" for name in names]
+    differ = [f"{name} {first.get(name, 'missing')} and {other.get(name, 'missing')}" for name in names]
     raise ValueError(
         f"Trainer.fit: rank 0 and rank {rank} would train in different ways: {listed(differ, _MAX_NAMED)}: make the "
         "same Trainer, and give it the same kinds of data, on every rank"
@@ -153,7 +155,7 @@ def refuse_differences(facts: Facts, settings: Settings, *, evaluates: bool, ran
 def with_data(facts: Facts, data: Any, settings: Settings, ranks: RankGroup) -> Facts:
     """Return the facts of a run and of its data, as rank 0 has them.
 
-    Every rank calls it, with its own loader if the data is a loader.
+    Every rank must call this, with its own loader if the data is a loader.
     """
     facts = facts | _facts_of_data(data, settings, ranks)
     return ranks.gather(facts if ranks.rank == 0 else None)[0]
@@ -185,7 +187,7 @@ class Identity:
     Attributes:
         may_force: Whether a checkpoint of another run may be loaded.
         changed: Names of the facts that differ from the checkpoint's.
-        is_forced: Whether the checkpoint belongs to another run, and this script's settings win.
+        is_forced: Whether the checkpoint belongs to another run, and this script's settings take precedence.
         news: Message for the user about the comparison; empty if there is none.
     """
 
@@ -207,7 +209,7 @@ class Identity:
         """Compare this run with the one that the checkpoint of `step` describes.
 
         Args:
-            saved: Facts in the checkpoint; None if a version that recorded none has written the checkpoint.
+            saved: Facts in the checkpoint; None if the checkpoint was written by a version that recorded no facts.
             step: Step of the checkpoint.
             callbacks: Names of the callbacks with a state in the checkpoint and in this run, if the checkpoint lacks
                 some; otherwise None.
@@ -253,7 +255,10 @@ def differences(theirs: Facts, ours: Facts) -> dict[str, tuple[str, str]]:
 
 
 def _refusal(folder: str, changed: Mapping[str, tuple[str, str]], can_be_forced: bool, is_own: bool) -> str:
-    """Return the part of the error about a checkpoint of another run that follows the checkpoint's step and folder."""
+    """Return the rest of the error for a checkpoint of another run.
+
+    The error begins with the checkpoint's step and folder.
+    """
     ways = ['resume="never" starts over here, and sets aside what is there', "folder=... trains elsewhere"]
     if is_own:
         ways[0] = f"{ways[0]}, in a new Trainer: a second fit() of the same Trainer continues its own run"
@@ -270,7 +275,7 @@ def _refusal(folder: str, changed: Mapping[str, tuple[str, str]], can_be_forced:
 
 
 def _command_before(folder: str) -> str:
-    """Return the command that last trained in a folder; empty if it is unknown, or is this one."""
+    """Return the command that last trained in a folder; empty if it is unknown, or is this run's command."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         last = [record for record in read_metrics(folder) if record["kind"] == "start"][-1:]
         command = "".join(str(record["origin"]["command"]) for record in last)
@@ -393,7 +398,7 @@ def _is_of_this_start(value: float) -> bool:
         return isinstance(value, float)
     age_s = _age_s() + _LAUNCH_S
     for clock in _CLOCKS:
-        can_be_seconds = clock is time.time or not float(value).is_integer()  # a whole 1000 is more likely a step
+        can_be_seconds = clock is time.time or not float(value).is_integer()  # a whole number is more likely a step
         ages = [clock() - value if can_be_seconds else -1.0, clock() - value / 1e9 if isinstance(value, int) else -1.0]
         if any(0 <= age < age_s for age in ages):
             return True
@@ -416,7 +421,7 @@ def _code_of(objective: Any, is_step: bool) -> Facts:
     while isinstance(objective, functools.partial):
         objective = objective.func
     name = objective.__qualname__ if inspect.isfunction(objective) else ""
-    if not name.endswith("<lambda>") and (is_step or "<locals>" not in name):  # a changed step makes no other run
+    if not name.endswith("<lambda>") and (is_step or "<locals>" not in name):  # a changed step is no other run
         return {}
     return {_PYTHON: _python(), _CODE: _digest_of(objective)}
 

@@ -1,8 +1,9 @@
 """Preemption: signals that ask a job to end early, noticed on any rank and obeyed by all after the same step.
 
-A rank that was asked to end, has saved, and can resume exits with 75 (EX_TEMPFAIL). Ctrl-C is such a request, like
-SIGTERM, so under a launcher the exit code is 75 in both cases; without one, Ctrl-C gives 130, which shells expect. Two
-SIGINT within 0.15 s count as one, because torchrun passes on what the terminal has already sent to the ranks.
+A rank that was asked to end saves its state, unless weights are not finite, and exits with 75 (EX_TEMPFAIL). Ctrl-C is
+such a request, like SIGTERM, so under a launcher, the exit code is 75 in both cases. Without a launcher, Ctrl-C gives
+130, which shells expect. Two SIGINT within 0.15 s count as one, because torchrun passes on the signal that the terminal
+has already sent to the ranks.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ _AGAIN_S: dict[int, float] = {signal.SIGTERM: 1.0, signal.SIGINT: 0.15}
 
 
 class Preemption:
-    """While open, records SIGTERM, SIGUSR1 and Ctrl-C instead of dying of them; a second one ends the process at once.
+    """While open, records SIGTERM, SIGUSR1 and Ctrl-C instead of dying from them; a second signal ends the process.
 
     Args:
         speaks: Whether to tell the user what a Ctrl-C does; one rank is enough.
-        checkpoints: Folder of the checkpoints, to name what a second Ctrl-C leaves behind.
+        checkpoints: Folder of the checkpoints, for a message about what is on disk when a second Ctrl-C ends the
+            process.
 
     Attributes:
         signal: Number of the first signal that arrived, or 0.
@@ -82,7 +84,7 @@ class Preemption:
 
 
 def _keeps_interrupts() -> bool:
-    """Return whether to leave Ctrl-C alone: in a notebook or a prompt it interrupts the cell, not the process."""
+    """Return whether to leave Ctrl-C alone: in a notebook or a prompt, Ctrl-C interrupts the cell, not the process."""
     return hasattr(sys, "ps1") or signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
@@ -96,7 +98,7 @@ def _show_cursor() -> None:
 def leave(
     run_log: RunLog, number: int, step: int, *, is_saved: bool, ranks: RankGroup, begins_anew: bool = False
 ) -> NoReturn:
-    """End this rank after a step because of a signal, with the exit code that says so.
+    """End this rank after a step because of a signal, with the exit code for that signal.
 
     Args:
         run_log: Log of the run.
@@ -104,7 +106,7 @@ def leave(
         step: Number of the step.
         is_saved: Whether the state of that step is on disk.
         ranks: All ranks of the job.
-        begins_anew: Whether the script, if it is started again, begins anew instead of resuming from there.
+        begins_anew: Whether the script, if it is started again, begins anew instead of resuming from that step.
     """
     run_log.record("preempted", step=step, signal=number)
     saved = "saved" if is_saved else "weights that are not finite were not saved"
@@ -120,13 +122,13 @@ def leave(
 
 
 def _exit_code(number: int) -> int:
-    """Return the exit code of a rank that has saved because of a signal: 130 for Ctrl-C without a launcher, else 75."""
+    """Return the exit code of a rank that ends because of a signal: 130 for Ctrl-C without a launcher, else 75."""
     is_launched = "TORCHELASTIC_RUN_ID" in _env.environment()
     return 128 + number if number == signal.SIGINT and not is_launched else _env.PREEMPTED_CODE
 
 
 def _requeue() -> str:
-    """Have Slurm requeue this job; return what was done, "" outside Slurm."""
+    """Ask Slurm to requeue this job; return a line about the result, or "" outside Slurm."""
     job = _env.environment().get("SLURM_JOB_ID")
     if not job or not shutil.which("scontrol"):
         return ""

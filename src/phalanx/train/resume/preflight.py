@@ -1,9 +1,8 @@
 """Checks, before the first step, for problems that would end a run later: too short a schedule, an unwritable folder.
 
-A schedule, alone or inside a SequentialLR or ChainedScheduler, must reach the end of the run, and every rank must be
-able to create a checkpoint in the folder. One batch of a validation dataset is rehearsed, since nobody knows in advance
-what an ``evaluation_step`` returns. Exceptions of the user's code are ignored there, because some models can't be
-evaluated before they have trained.
+`preflight` returns the number of steps that the run can have, and checks that every schedule, alone or inside a
+SequentialLR or ChainedScheduler, reaches the end of the run. `refuse_unwritable` checks that every rank can create a
+checkpoint in the folder. Validation data is checked elsewhere, by `Evaluator.rehearse`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from phalanx.train.feed.feed import Feed
 from phalanx.train.settings import Settings
 from phalanx.wire.rank_group import RankGroup
 
-_BENT = {  # for each class, the attribute with the schedule's length, and what the learning rate does after it
+_BENT = {  # for each class, the attribute with the schedule's length, and what the learning rate does afterwards
     lr_scheduler.CosineAnnealingLR: ("T_max", "rises again"),
     lr_scheduler.PolynomialLR: ("total_iters", "stays 0"),
 }
@@ -32,13 +31,13 @@ _BENT = {  # for each class, the attribute with the schedule's length, and what 
 def preflight(scheduler: Any, s: Settings, feed: Feed, step: int, epoch: int) -> tuple[int, str]:
     """Return the largest number of optimizer steps that a run can have, and a warning about its schedule.
 
-    Every rank calls it.
+    Every rank must call this.
 
     Returns:
         The number, `sys.maxsize` if unknown; and the warning, "" if there is none.
 
     Raises:
-        ValueError: The schedule, or one in it, ends before the run.
+        ValueError: The schedule, or a schedule within it, ends before the run.
     """
     per_epoch, of_this_epoch = feed.num_steps, feed.num_left
     num_epochs = max(0, s.max_epochs - epoch) if s.max_epochs else sys.maxsize
@@ -58,7 +57,7 @@ def preflight(scheduler: Any, s: Settings, feed: Feed, step: int, epoch: int) ->
 
 
 def length_of_schedule(s: Settings, feed: Feed, step: int, epoch: int) -> int:
-    """Return how often a schedule is stepped in the whole run, the same on every rank; every rank calls it.
+    """Return how often a schedule is stepped in the whole run, the same on every rank; every rank must call this.
 
     Raises:
         ValueError: The data has no length, and `max_steps` is not set.
@@ -105,7 +104,7 @@ def _num_done(scheduler: Any) -> int:
 
 
 def _parts_of(scheduler: Any, total: int) -> Iterator[tuple[Any, int]]:
-    """Yield the schedules within a schedule that is stepped `total` times in all, each with its own number of steps.
+    """Yield the schedules within a schedule that is stepped `total` times, each with its own number of steps.
 
     The parts of a SequentialLR take turns, and each counts from 0 when its turn begins.
     """
@@ -124,10 +123,10 @@ def _parts_of(scheduler: Any, total: int) -> Iterator[tuple[Any, int]]:
 
 
 def refuse_unwritable(folder: str, ranks: RankGroup) -> None:
-    """Refuse a folder in which some rank can't create a checkpoint; every rank calls it.
+    """Refuse a folder in which any rank can't create a checkpoint; every rank must call this.
 
     Raises:
-        CheckpointError: Some rank can't create a checkpoint; the same error on every rank.
+        CheckpointError: A rank can't create a checkpoint; every rank raises the same error.
     """
     problem = ""
     try:

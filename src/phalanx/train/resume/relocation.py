@@ -1,12 +1,12 @@
-"""Decides whether a trainer's process can take another place in the job, beside processes that are started anew.
+"""Decides whether a trainer's process can take another place in the job, alongside processes that are started anew.
 
-A new process runs the script from the top, while a kept one repeats only what the trainer does when it joins. Both call
-the same collectives only if the script itself calls none. So a process can't be kept if the script has made the group
-by hand, made other groups, wrapped the model itself, or called a collective between the constructor and `fit` (the
-group counts its collectives). It can't be kept either if a callback has attributes that no checkpoint holds (they start
-afresh in a new process, and the copies of the model might diverge), or if a loader of the script divides the data among
-the previous ranks. The script may have called `phalanx.init`: a new process calls it, too, and a kept one repeats the
-call with the same arguments. The script's session object then gets the new place.
+A new process runs the script from the top, while a kept process repeats only the trainer's own steps for joining a job.
+The two call the same collectives only if the script itself calls none. So a process can't be kept if the script has
+made the group by hand, made other groups, wrapped the model itself, or called a collective between the constructor and
+`fit` (the group counts its collectives). Nor can a process be kept if a callback has attributes that no checkpoint
+holds (in a new process, these attributes start afresh, so the copies of the model might diverge), or if a loader of the
+script divides the data among the previous ranks. The script may have called `phalanx.init`: a new process calls it,
+too, and a kept process repeats the call with the same arguments. The script's session object then shows the new place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx.train.wrapper import can_wrap
 
 
 class Relocation:
-    """A trainer's place in a process group, and whether it can take one in another group; see the module."""
+    """A trainer's place in a process group, and whether the trainer can move to another group."""
 
     def __init__(self) -> None:
         self._why_not_met = session.why_not_met()
@@ -40,11 +40,11 @@ class Relocation:
         return joined
 
     def note_joined(self) -> None:
-        """Record that the trainer has finished what it sets up when it joins a job."""
+        """Record that the trainer has joined a job, and has finished its setup."""
         self._use = session.use_of_group()
 
     def why_not_kept(self, model: nn.Module, optimizer: torch.optim.Optimizer, loggers: Loggers, data: Any) -> str:
-        """Return why the trainer can't join another group, as `fit` begins; empty if it can."""
+        """Return why the trainer can't join another group when `fit` begins; empty if it can."""
         if self._why_not_met:
             return f"{self._why_not_met} Trainer()"
         if self._use != session.use_of_group():

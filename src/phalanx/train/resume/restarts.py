@@ -1,4 +1,4 @@
-"""Finds a run's folder, tells whether a start is a restart, and sets aside an earlier run in the folder."""
+"""Finds a run's folder, finds out whether a start is a restart, and sets aside an earlier run in the folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _by: weakref.WeakKeyDictionary[object, weakref.ref[object]] = weakref.WeakKeyDic
 
 
 def run_folder(given: str | os.PathLike[str] | None) -> str:
-    """Return the folder of the run: PHALANX_RUN_FOLDER, else the given one, else one named after the script."""
+    """Return the folder of the run: PHALANX_RUN_FOLDER, else the given folder, else a folder named after the script."""
     script = os.path.splitext(os.path.basename(sys.argv[0]))[0]
     return os.fspath(_env.environment().get(_env.FOLDER_VARIABLE) or given or os.path.join("runs", script or "run"))
 
@@ -32,7 +32,7 @@ def is_restart() -> bool:
 
 
 def words_of_another(trainer: object, model: object, folder: str, goes_on: bool) -> str:
-    """Record that this trainer trains this model in this folder; return a hint if another one has trained either."""
+    """Record that this trainer trains this model in this folder; return a hint if another trainer trained either."""
     last, last_of_model = _trained.get(folder), _by.get(model)
     _trained[folder] = _by[model] = weakref.ref(trainer)
     if not goes_on and last_of_model is not None and last_of_model() is not trainer:
@@ -43,7 +43,7 @@ def words_of_another(trainer: object, model: object, folder: str, goes_on: bool)
     if not goes_on or last is None or last() is trainer:
         return ""
     return (
-        f"another Trainer of this process has trained in {folder}: this one takes up its run. For a run of its own, "
+        f"another Trainer of this process has trained in {folder}: this one continues its run. For a run of its own, "
         "such as a fold or another seed, give folder="
     )
 
@@ -68,7 +68,7 @@ def leave_if_restarted() -> None:
 
 
 def set_aside(folder: str, ranks: RankGroup) -> str:
-    """Give unused names to the files that an earlier run has left in the folder; every rank calls it.
+    """Give unused names to the files that an earlier run has left in the folder; every rank must call this.
 
     Returns:
         A line for the user; empty if there was nothing to rename, and on ranks other than 0.
@@ -82,7 +82,7 @@ def set_aside(folder: str, ranks: RankGroup) -> str:
 
 
 def _set_aside(paths: Sequence[str]) -> list[str]:
-    """Rename the paths that exist and return the new ones."""
+    """Rename the paths that exist, and return the new paths."""
     stamp = f"before-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     numbered = itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2)))
     suffix = next(one for one in numbered if not any(os.path.lexists(f"{path}.{one}") for path in paths))

@@ -20,7 +20,7 @@ class Progress:
 
     Args:
         trainer: Trainer whose counters these are.
-        identity: Identity of its run.
+        identity: Identity of the trainer's run.
         callbacks: Names of the callbacks that have a state.
     """
 
@@ -34,12 +34,12 @@ class Progress:
         return {**numbers, "identity": self._identity.state(), "callbacks": self._callbacks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        theirs = state.get("callbacks", self._callbacks)  # earlier versions did not save it
+        theirs = state.get("callbacks", self._callbacks)  # earlier versions did not save the names
         is_lacking = any(name not in theirs for name in self._callbacks)
         callbacks = (", ".join(theirs) or "None", ", ".join(self._callbacks)) if is_lacking else None
         self._identity.check(state.get("identity"), state["step"], callbacks)
         for name in self._names:
-            if (key := name.lstrip("_")) in state:  # earlier versions saved fewer
+            if (key := name.lstrip("_")) in state:  # earlier versions saved fewer counters
                 setattr(self._trainer, name, state[key])
 
 
@@ -76,7 +76,7 @@ class ForcedFeed:
 
 
 def take_up(folder: str, state: Mapping[str, Any], identity: Identity) -> checkpoint.Loaded | None:
-    """Restore the newest checkpoint in a folder and return it; None if there is none. Every rank calls it.
+    """Restore the newest checkpoint in a folder and return it; None if there is none. Every rank must call this.
 
     Raises:
         CheckpointError: The checkpoint belongs to another run, or does not fit the state.
@@ -98,8 +98,9 @@ def words_of_resumption(
         step: Number of steps done.
         epoch: Number of the epoch.
         folder: Folder of the run.
-        why_over: Setting according to which nothing is left to train; empty if something is left.
-        is_again: Whether this trainer has trained before: its `fit` continues its own run, whatever `resume` says.
+        why_over: Setting by which the training is over; empty if something is left to train.
+        is_again: Whether this trainer has trained before; then `fit` continues the trainer's own run, whatever `resume`
+            says.
     """
     if loaded is None and step == 0:
         return ""

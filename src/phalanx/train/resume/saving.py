@@ -1,9 +1,9 @@
 """`RunSaver`: saves a trainer's checkpoints on disk, if its weights are finite.
 
-**Fewer saves if memory is safe.** If every host's part of the state is in the memory of two hosts, a checkpoint on disk
-is needed only if all hosts are lost at once. So unless the user has set an interval, the state at the end of an epoch
-is then saved only if the last checkpoint is at least 10 minutes old. Ranks agree on that by one small all_reduce per
-epoch, because their clocks and hosts differ.
+**Fewer saves if memory is safe.** If every host's part of the state is in the memory of at least two hosts, a
+checkpoint on disk is needed only if all hosts that hold the same part are lost at once. So unless the user has set an
+interval, the state at the end of an epoch is then saved only if the last checkpoint is at least 10 minutes old. Ranks
+agree on whether to save, by one small all_reduce per epoch, because their clocks and hosts differ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAST_S = 600.0
 class RunSaver:
     """Saves a trainer's state, with the value of `Settings.monitor`.
 
-    Every rank has one, and `may_keep` returns the same on every rank.
+    Every rank has a RunSaver, and `may_keep` must return the same on every rank.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RunSaver:
         self._num_left_out = 0  # checkpoints left out since `say_left_out` was last called
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save at the end of an epoch; every rank calls it.
+        """Return whether to save at the end of an epoch; every rank must call this.
 
         False if the memory of two hosts holds the state and the last checkpoint is recent.
         """
@@ -78,7 +78,7 @@ class RunSaver:
         return False
 
     def save(self, step: int, *, wait: bool = False) -> bool:
-        """Save the state and return True; return False if its weights are not finite."""
+        """Save the state and return True; return False if the weights are not finite."""
         if not self._may_keep():
             self._num_left_out += 1
             return False

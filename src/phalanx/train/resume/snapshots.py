@@ -1,7 +1,7 @@
 """Takes a trainer's snapshots in memory, as often as 3 % of its time allows.
 
 At first the trainer takes a snapshot after every step. Then all ranks choose the interval that costs 3 % of the time,
-from the duration of snapshots on the slowest rank and of steps on the fastest one.
+from the duration of snapshots on the slowest rank and of steps on the fastest rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SHARE = 0.03  # fraction of the training time for snapshots
 class Snapshots:
     """Takes snapshots of the state: every `every` steps, as often as `_SHARE` allows ("auto"), or never (0).
 
-    Every rank has one, and `may_keep` returns the same on every rank.
+    Every rank has this object, and `may_keep` must return the same on every rank.
     """
 
     def __init__(

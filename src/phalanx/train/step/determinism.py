@@ -1,10 +1,10 @@
 """Gradients whose bits do not depend on the number of ranks: a fixed tree of additions over virtual shards.
 
 With ``deterministic="world"`` the batch is cut into V shards, a power of two. Each shard has its own backward pass and
-its own random numbers. Gradients are added pairwise in a binary tree. Its upper levels add the ranks' sums after an
-all_gather, so the tree is the same for every number of ranks that is a power of two. More threads would add in another
-order within a shard, so torch gets one thread. Models with running statistics are refused, because those depend on
-which rank sees which samples.
+its own random numbers. Gradients are added pairwise in a binary tree. The tree's upper levels add the ranks' sums after
+an all_gather, so the tree is the same for every number of ranks that is a power of two. More threads would add in
+another order within a shard, so torch uses one thread. Models with running statistics are refused, because these
+statistics depend on which rank sees which samples.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def sum_gradients(
         ranks: All ranks of the job.
         num_shards: Number of this rank's shards.
         backward: Function that runs one of this rank's shards forward and backward, and returns its loss.
-        seed: Seed and step, from which the random numbers of a shard follow.
+        seed: Seed and step, from which the random numbers of a shard are derived.
     """
     pending: list[tuple[int, list[Tensor]]] = []  # sums of 1, 2, 4, ... shards that wait for their neighbours
     for shard in range(num_shards):

@@ -1,9 +1,9 @@
 """`DividedStep`: divides an optimizer's step among the ranks if a trial in the first steps shows that it pays.
 
-The first five steps are plain, the next five divided. Then all ranks keep the way that was faster on the slowest rank,
-averaging of gradients included. An optimizer with hooks is not divided; hooks that are added later are called around
-the divided step, with whole parameters. torch's fused Adam, AdamW and Adagrad are faster still but round differently,
-so the user has to ask for ``fused=True``.
+The first five steps are plain, the next five divided. Then all ranks keep whichever way took less time on its slowest
+rank; the time includes averaging the gradients. An optimizer with hooks is not divided. Hooks added later are called
+before and after the divided step, where they see whole parameters. torch's fused Adam, AdamW and Adagrad are faster
+still but round differently, so the user has to ask for ``fused=True``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from phalanx.train.step.shards import Shards, divisible, has_hooks, has_room
 from phalanx.train.wrapper import is_sharded
 from phalanx.wire.rank_group import RankGroup
 
-_NUM_TRIED, _NUM_COUNTED = 5, 3  # steps tried each way, and the last of them, which are timed; the first ones allocate
+_NUM_TRIED, _NUM_COUNTED = 5, 3  # steps tried each way, and how many of the last ones count: the first ones allocate
 _LEAST_S = 1e-3  # if a plain step is faster than this, no trial is worthwhile
 _LEAST_GAIN = 1.05
 
 
 class DividedStep:
-    """Steps an optimizer; every rank calls `step`, once the ranks have averaged the gradients.
+    """Steps an optimizer; every rank must call `step`, after the ranks have averaged the gradients.
 
     The bits are the same whether steps are divided or not. The object is also the `Division` that the model's averaging
     uses: if each rank steps only its part and nothing else reads the gradients, each rank needs only the means of that
@@ -143,7 +143,7 @@ class DividedStep:
         return divisible(optimizer, [p for name, p in parameters.items() if name not in ignored])
 
     def _decide(self) -> None:
-        """Keep dividing, or stop, whichever was faster on the slowest rank."""
+        """Keep the division or undo it, whichever was faster on the slowest rank."""
         self._is_decided = True
         divided_s = max(self._ranks.gather(self._take_s()))
         if divided_s * _LEAST_GAIN > self._undivided_s:
@@ -155,6 +155,6 @@ class DividedStep:
         self._say(f"{how}: {divided_s * 1e3:.1f} ms {what} instead of {self._undivided_s * 1e3:.1f} ms")
 
     def _take_s(self) -> float:
-        """Return the median time of the last steps, and forget them."""
+        """Return the median time of the last steps, and reset the times."""
         taken, self._times_s = self._times_s, []
         return statistics.median(taken[-_NUM_COUNTED:])

@@ -1,19 +1,20 @@
 """`FiniteGuard`: notices losses and weights that are not finite, explains them, and keeps them from being saved.
 
-- **Losses.** On the CPU each pass checks its loss, which is free. On another device, for which the program must not
-  wait, losses are checked when they are logged. The rank that finds a bad loss searches for its origin at once, alone
-  (see `nan_origin`), and tells the others where ranks meet anyway: after a step, at the log, at a snapshot or a save.
-  All raise the same `NonFinite`. The earliest finding is reported, because the averaged gradient then spoils the
-  weights of all ranks in the same step.
+- **Losses.** On the CPU each pass checks its loss, which is free. On another device, a check would make the program
+  wait for the device, so losses are checked when they are logged. The rank that finds a bad loss searches for its
+  origin at once, on its own (see `nan_origin`). It tells the other ranks when the ranks next communicate: after a step,
+  at the log, at a snapshot or a save. All ranks raise the same `NonFinite`. If several ranks have findings, the error
+  reports the earliest, because a bad loss spoils the averaged gradient, and so the weights of all ranks in the same
+  step.
 - **States.** Before each snapshot and each save the parameters under training and the saved buffers are added up, which
-  reads them once. A state that is not finite is never kept, whatever ``on_nan`` says, and each epoch reports what was
-  left out. Parameters and buffers that were not finite when `fit` began count as intended, and so does -inf in a buffer
-  (masks).
+  reads them once. A state that is not finite is never kept, whatever ``on_nan`` says, and at the end of each epoch, a
+  line reports how many checkpoints were left out. Parameters and buffers that were not finite when `fit` began count as
+  intended, and so does -inf in a buffer (masks).
 - **Gradients.** Not all gradients are checked. A bad gradient shows in the next loss or save, so the message names the
-  steps in which it may have become bad. The gradient of the first small parameter is summed in each step: backward goes
-  from the last module to the first, so a bad value that arises anywhere nearly always reaches the first module. If that
-  gradient is not finite, each rank computes its batch again on a copy of the model, with hooks on the modules'
-  gradients, and the error names the ranks on which one is bad.
+  steps in which the gradient may have become bad. The gradient of the first small parameter is summed in each step:
+  backward goes from the last module to the first, so a bad value that arises anywhere nearly always reaches the first
+  module. If that gradient is not finite, each rank computes its batch again on a copy of the model, with hooks on the
+  modules' gradients, and the error names the ranks that computed a bad gradient.
 - **fp16.** A loss or gradient that makes the scaler skip a step is no error. 36 bad losses in a row are an error, and
   so is a scale below 2^-20.
 """
@@ -39,9 +40,9 @@ from phalanx.train.step.objective import Objective
 from phalanx.wire.rank_group import RankGroup
 
 _LOSS, _GRADIENT, _AVERAGED, _STATE = range(4)
-_FEW_ELEMS = 1 << 14  # adding up so few elements takes no time
+_FEW_ELEMS = 1 << 14  # adding up so few elements takes hardly any time
 _SMALLEST_SCALE = 2.0**-20  # at this scale no finite gradient overflows
-_MAX_SKIPPED = 36  # skipped steps in a row that are an error: they halve a scaler's initial scale to the smallest
+_MAX_SKIPPED = 36  # this many skipped steps in a row are an error: they halve a scaler's initial scale to the smallest
 _SUMMABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
@@ -55,7 +56,7 @@ class Finding:
             gradients spoil the parameters.
         epoch: Number of the epoch.
         what: Description of what is not finite.
-        origin: Tensor and module in which it began.
+        origin: Tensor and module in which the value arose.
     """
 
     step: int
@@ -66,21 +67,22 @@ class Finding:
 
 
 class FiniteGuard:
-    """Notices values that are not finite without waiting for a device; all ranks act on them at their next meeting.
+    """Notices non-finite values, without waiting for a device; all ranks act on them when they next communicate.
 
     The guard checks a loss on the CPU in each pass, one small gradient in each step, and a loss on another device when
     it is logged. It checks the parameters under training and the saved buffers before each save and snapshot: a state
     that is not finite is never kept, whatever `on_nan` says. Parameters and buffers that are not finite when the guard
-    is made count as intended: the guard does not check them again, and it does not check buffers that come later.
+    is made count as intended: the guard does not check them again. Nor does it check buffers that are added later.
 
     Args:
-        on_nan: Reaction to a loss or gradient: "raise" an error on all ranks, "warn" once, or "ignore" it.
+        on_nan: Reaction to a loss or gradient that is not finite: "raise" an error on all ranks, "warn" once, or
+            "ignore" it.
         module: Model without its wrapper.
-        objective: Objective that computes the loss, and computes it again to find the origin of a bad one.
+        objective: Objective that computes the loss, and computes it again to find the origin of a bad loss.
         ranks: All ranks of the job.
         run_log: Log that shows and records a warning.
         autocast: Context in which the loss is computed.
-        skips_steps: Whether a gradient that is not finite skips the step, as with a gradient scaler.
+        skips_steps: Whether a step is skipped if its gradient is not finite, as with a gradient scaler.
         clips: Whether gradients are clipped already.
         step: Number of the step after which the guard is made.
     """
@@ -117,19 +119,20 @@ class FiniteGuard:
 
     @property
     def has_finding(self) -> bool:
-        """Whether this rank has a finding that the others do not know of yet."""
+        """Whether this rank has a finding that the other ranks do not know of yet."""
         return self._finding is not None
 
     def what_is_meant(self) -> str:
-        """Return a line on parameters that were not finite at the beginning; empty if all were. Every rank calls it."""
+        """Return a line on parameters that were not finite at first; empty if all were. Every rank must call this."""
         names = dict.fromkeys(name for of_rank in self._ranks.gather(self._state.not_finite) for name in of_rank)
         listed = ", ".join(map(repr, names))
         return listed and f"not finite from the beginning, so not looked at for NaN: parameter {listed}"
 
     def look_at_loss(self, loss: Tensor, batch: Any, step: int, epoch: int) -> None:
-        """Check the loss of a pass after its backward; free on the CPU, skipped on other devices.
+        """Check that the loss of a pass is finite, after the backward pass; do nothing on devices other than the CPU.
 
-        If a gradient scaler skips such steps, only many in a row are an error.
+        The check costs nothing on the CPU. If a gradient scaler skips steps that are not finite, a loss that is not
+        finite is an error only after many in a row.
         """
         if not loss.is_cpu:
             return
@@ -146,7 +149,7 @@ class FiniteGuard:
             self.note(what, step, epoch, batch)
 
     def look_at_log(self, losses: Sequence[float], rank: int, step: int, epoch: int) -> None:
-        """Check each rank's mean loss since the last log; every rank calls it.
+        """Check each rank's mean loss since the last log; every rank must call this.
 
         Raises:
             NonFinite: Under the same conditions as `settle`.
@@ -165,13 +168,13 @@ class FiniteGuard:
         self.settle()
 
     def look_at_norm(self, norm: Tensor, step: int, epoch: int) -> None:
-        """Check the norm of the averaged gradient, if it is computed."""
+        """Check the norm of the averaged gradient, which is computed only if gradients are clipped."""
         batches, self._batches = self._batches, []
         if norm.device.type == "cpu" and not self._skips_steps and not math.isfinite(value := norm.item()):
             self._note_gradient(f"the gradient's norm is {value}, although the loss is finite", step, epoch, batches)
 
     def look_at_gradient(self, step: int, epoch: int) -> None:
-        """Check one small averaged gradient on the CPU: that of the first module that has one.
+        """Check one small averaged gradient on the CPU: the gradient of the model's first small parameter.
 
         A bad value that arises anywhere in a backward pass nearly always reaches the first module.
         """
@@ -185,11 +188,11 @@ class FiniteGuard:
     def look_at_scale(self, scaler: torch.amp.GradScaler, step: int, epoch: int) -> None:
         """Check the gradient scaler's scale, which halves with each skipped step."""
         if scaler.is_enabled() and (scale := scaler.get_scale()) < _SMALLEST_SCALE:
-            what = f"the gradient scaler's scale has come down to {scale:g}: it skips every step"
+            what = f"the gradient scaler's scale has dropped to {scale:g}: it skips every step"
             self.note(what, step, epoch, is_past=True)
 
     def note(self, what: str, step: int, epoch: int, batch: Any = None, *, is_past: bool = False) -> None:
-        """Keep a finding about a loss, and where it began, until the ranks meet.
+        """Keep a finding about a loss, with its origin, until the ranks next communicate.
 
         With `is_past`, the step is over, and any earlier step since the last check may be the cause.
         """
@@ -200,7 +203,7 @@ class FiniteGuard:
             self._finding = Finding(step, _LOSS, epoch, what, origin)
 
     def may_keep(self, step: int, epoch: int) -> bool:
-        """Return whether the state may be saved, the same on every rank; every rank calls it.
+        """Return whether the state may be saved, the same on every rank; every rank must call this.
 
         Raises:
             NonFinite: Under the same conditions as `settle`.
@@ -209,7 +212,7 @@ class FiniteGuard:
         if not bad:
             self._finite_step = step
         elif self._finding is None:
-            origin = Origin(f"It became so {self._until(step)}", bad)
+            origin = Origin(f"It became non-finite {self._until(step)}", bad)
             self._finding = Finding(step, _STATE, epoch, f"{bad} is not finite", origin)
         worst = self._ranks.largest(2 if bad else int(self.has_finding))
         if worst:
@@ -217,7 +220,7 @@ class FiniteGuard:
         return worst < 2
 
     def settle(self) -> None:
-        """Raise or warn about what any rank has found; every rank calls it.
+        """Raise or warn about what any rank has found; every rank must call this.
 
         Raises:
             NonFinite: The same on every rank, if `on_nan` is "raise".
@@ -235,8 +238,8 @@ class FiniteGuard:
             advice = "fix the data, lower the learning rate or set clip_norm"
         message = (
             f"Trainer.fit: step {step}, epoch {first.epoch + 1}, {named('rank', ranks)}: {first.what}. "
-            f"{first.origin.words}. No state with weights that are not finite is saved. If it isn't meant, {advice}"
-            + ('; on_nan="warn" goes on' if self._on_nan == "raise" else "")
+            f"{first.origin.words}. No state with weights that are not finite is saved. "
+            f"If that is not intended, {advice}" + ('; on_nan="warn" goes on' if self._on_nan == "raise" else "")
         )
         facts: dict[str, Any] = {"step": step, "epoch": first.epoch}
         if self._on_nan == "raise" or not self._has_warned:
@@ -245,11 +248,11 @@ class FiniteGuard:
             where = {"tensor": first.origin.tensor, "module": first.origin.module}
             raise NonFinite(message, op="Trainer.fit", ranks=tuple(ranks), **facts, **where)
         if not self._has_warned:
-            self._run_log.say(f"warning: {message}. This is said once")
+            self._run_log.say(f"warning: {message}. This warning is shown once")
         self._has_warned = True
 
     def _until(self, step: int) -> str:
-        """Return a phrase for the steps up to `step` in which a state, finite at the last check, became bad."""
+        """Return a phrase for the steps up to `step` in which a state became bad that was finite at the last check."""
         first = self._finite_step + 1
         return f"in step {step}" if first >= step else f"in one of the steps {first} to {step}"
 

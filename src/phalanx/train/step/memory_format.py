@@ -23,7 +23,7 @@ def lay_out_model(model: nn.Module) -> None:
             "Trainer: channels_last lays out the model's weights, which must come before it is wrapped: pass the model "
             "itself, or write model.to(memory_format=torch.channels_last) before you wrap it"
         )
-    for tensor in (*model.parameters(), *model.buffers()):  # Module.to() would refuse one of five dimensions
+    for tensor in (*model.parameters(), *model.buffers()):  # Module.to() would refuse a tensor of five dimensions
         tensor.data = lay_out(tensor.data)
 
 

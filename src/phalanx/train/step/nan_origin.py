@@ -1,8 +1,8 @@
-"""Finds the origin of a value that is not finite: the tensor, and the module whose forward or backward pass made it.
+"""Finds the origin of a value that is not finite: the tensor, and the module that computed it, forward or backward.
 
 The search checks the batch, then the parameters, and then the modules' outputs, by computing the batch again. This
-second pass starts from the buffers and counters that the first one has left, because a copy before each pass would cost
-time. So if the second pass is finite, the message says only that, and not that the modules are right.
+second pass starts from the buffers and counters that the first pass has left, because a copy before each pass would
+cost time. So if the second pass is finite, the message says only that; it does not say that the modules are right.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Origin(NamedTuple):
     Attributes:
         words: Sentence about the origin.
         tensor: Name of the first tensor that was not finite; empty if unknown.
-        module: Name of the module that computed it; empty if unknown.
+        module: Name of the module that computed this tensor; empty if unknown.
     """
 
     words: str
@@ -68,10 +68,10 @@ class Replay:
         return not meets
 
     def origin_of_loss(self, batch: Any) -> Origin:
-        """Return the first module whose output is not finite; if all are finite, say so.
+        """Return the first module whose output is not finite; if all outputs are finite, say so.
 
-        The second pass starts from the state that the first one left: a counter, a buffer or the random numbers may
-        have moved on. So a second loss that is finite clears no module.
+        The second pass starts from the state that the first pass left: a counter, a buffer or the random numbers may
+        have changed. So if the second loss is finite, any module may still be the cause.
         """
         if not self.is_possible:
             return FINITE_BEFORE
@@ -102,7 +102,8 @@ class Replay:
     def first_bad_gradient(self, batch: Any) -> Origin | None:
         """Return the module that first computed a bad gradient; None if this rank's gradients are finite.
 
-        It uses a copy of the model, so that no gradient is averaged. Also None if a module calls a collective.
+        The passes run on a copy of the model, so that no gradient is averaged. If a module calls a collective, the
+        result is None, too.
         """
         if not self.is_possible:
             return None

@@ -1,4 +1,4 @@
-"""The objective that a trainer minimizes, and the metrics that it evaluates besides.
+"""The objective that a trainer minimizes, and the metrics that it also evaluates.
 
 A batch may also be a dictionary. Then the entry named targets, target, labels or label holds the targets, and the other
 entries are keyword arguments of the model. Passing every entry to the model would suit models that compute their own
@@ -33,8 +33,8 @@ class Objective:
 
     Args:
         loss: Function ``loss(outputs, targets)``.
-        training_step: Function ``training_step(model, batch)`` that returns the loss, or values by name, the loss among
-            them.
+        training_step: Function ``training_step(model, batch)`` that returns the loss, or values by name, including the
+            loss.
         evaluation_step: Function ``evaluation_step(model, batch)`` that returns the loss, or values by name.
         metrics: Functions ``metric(outputs, targets)``, or objects with ``update``, ``compute`` and ``reset``.
 
@@ -45,7 +45,7 @@ class Objective:
     Raises:
         ValueError: Both or neither of loss and training step are given; a metric needs outputs and targets that are not
             known; or a name is reserved.
-        TypeError: `metrics` is no mapping of metrics by name.
+        TypeError: `metrics` is not a mapping of metrics by name.
     """
 
     def __init__(
@@ -157,10 +157,10 @@ def _checked(name: str, loss: Tensor) -> Tensor:
 
 
 def _outputs_and_targets(model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """Return the model's outputs and the targets, for a pair or for a mapping with one entry named like targets.
+    """Return the model's outputs and the targets, for a pair, or for a mapping with exactly one entry for the targets.
 
     Raises:
-        ValueError: The batch is neither.
+        ValueError: The batch is neither a pair nor such a mapping.
     """
     if isinstance(batch, Mapping):
         found = [name for name in _TARGETS if name in batch]
@@ -182,7 +182,7 @@ def outputs_of(model: nn.Module, batch: Any) -> Any:
     model's only positional argument.
 
     Raises:
-        TypeError: The model does not take arguments of these names.
+        TypeError: The model does not accept arguments of these names.
     """
     if not isinstance(batch, Mapping):
         return model(batch[0] if isinstance(batch, tuple | list) else batch)
@@ -230,7 +230,7 @@ class NamedParts:
             self._sums[name] = self._sums.get(name, 0) + value * weight
 
     def take(self, ranks: RankGroup, num_steps: int) -> dict[str, float]:
-        """Return the means over all ranks' samples in `num_steps` steps, and reset; every rank calls it."""
+        """Return the means over all ranks' samples in `num_steps` steps, and reset; every rank must call this."""
         if not self._has_any:
             return {}
         own = {name: float(value) / num_steps / ranks.world_size for name, value in self._sums.items()}

@@ -1,23 +1,25 @@
 """`Shards`: divides an optimizer's step among a host's ranks, in blocks that fit into the caches, with the same bits.
 
 Each large parameter is cut into a range per rank, and each range into blocks of 65,536 elements. While the optimizer
-steps, it takes the blocks for parameters, so its later passes over a block find the block in the caches. Cuts lie at
-multiples of 128 elements, and only optimizers that treat each element by itself are divided, so no bit changes.
+steps, the blocks are its parameters. So when the optimizer passes over a block several times, the block stays in the
+caches. Cuts lie at multiples of 128 elements, and only optimizers that treat each element separately are divided, so no
+bit changes.
 
-The state lies in memory that the ranks of the host share. Each rank has its own parameters, and gets the other ranks'
-results by one all_gather per parameter. So every rank has the whole state at any time, and checkpoints, snapshots and
-callbacks need not know of the division. Parameters are not shared, because callbacks and models may write to them.
+The state lies in memory that the ranks of the host share. Each rank has its own parameters, and receives the other
+ranks' results through one all_gather per parameter. So every rank has the whole state at any time, and checkpoints,
+snapshots and callbacks need not know of the division. Parameters are not shared, because callbacks and models may write
+to them.
 
 **Why this is not** `ZeroRedundancyOptimizer`, although both use the same code for cuts, layout and shared memory
 (`parallel.pieces`, `parallel.layout`, `parallel.shared_memory`). `ZeroRedundancyOptimizer` is an optimizer of its own:
-it owns its parameters' memory, is made before the first step, and takes no parameter group later. Each element of its
-state lies on one rank only, on any number of hosts. So its state_dict() is a collective that copies: 1.5 s for 16
-million parameters of AdamW on two ranks of a busy machine. `Shards` divides the script's optimizer as it finds it,
-after steps that have shown that dividing pays. Hooks, schedules, groups and states that a script adds, loads or clears
-keep working, `end` undoes the division, and state_dict() takes 0.1 ms, so a Trainer can keep a snapshot of every step.
-`Shards` needs one host, and the whole state on each rank for the first step, which ZeRO avoids. It cuts each parameter
-into equal ranges, because the averaging of gradients hands out such ranges (`Division`), while ZeRO balances one flat
-buffer, whose cuts fall anywhere.
+it owns its parameters' memory, is made before the first step, and accepts no parameter groups later. Each element of
+its state lies on one rank only, on any number of hosts. So its state_dict() is a collective that copies the state,
+which takes 1.5 s for 16 million parameters of AdamW on two ranks of a busy machine. `Shards` divides the script's own
+optimizer, once the first steps have shown that dividing pays. Hooks, schedules, groups and states that a script adds,
+loads or clears keep working, `end` undoes the division, and state_dict() takes 0.1 ms, so a Trainer can keep a snapshot
+of every step. `Shards` works only on one host, and each rank needs memory for the whole state until the step is
+divided, which ZeRO avoids. `Shards` cuts each parameter into equal ranges, because the averaging of gradients returns
+such ranges (`Division`), while ZeRO balances one flat buffer, whose cuts fall anywhere.
 """
 
 from __future__ import annotations
@@ -39,27 +41,27 @@ from phalanx.parallel.shared_memory import shared_tensor
 
 _LEAST_ELEMS = 1 << 17  # a smaller parameter is in the caches, so stepping it is faster than exchanging it
 _BLOCK_ELEMS = 1 << 16
-_LEAST_ROOM = 4  # below each memory limit, this many times the shared memory must be left
+_LEAST_ROOM = 4  # each memory limit must leave this many times the shared memory
 
 
 class Shards:
     """Divides the steps of an optimizer whose parameters and gradients are equal on all ranks of one host.
 
-    Each large parameter is cut into a range for each rank. A rank steps its own range block by block, and takes the
+    Each large parameter is cut into a range for each rank. A rank steps its own range block by block, and receives the
     other ranks' results. The state of such a parameter lies in memory that all ranks share, so each rank's optimizer
-    has the whole state, where checkpoints and callbacks find it. Every rank steps the other parameters as they are.
-    `end` gives each rank a state of its own again.
+    has the whole state, where checkpoints and callbacks find it. Every rank steps all other parameters whole. `end`
+    gives each rank a state of its own again.
 
-    No rank may read the state while another one steps: between reading it and the next step the ranks must meet, as
-    they do to average gradients.
+    No rank may read the state while another rank steps. So between reading the state and the next step, the ranks must
+    wait for each other, as they do when they average gradients.
 
     Args:
-        optimizer: Optimizer that treats each element by itself.
+        optimizer: Optimizer that treats each element separately.
         parameters: Parameters to divide, as `divisible` returns them; the same on every rank.
         group: Ranks that train together; None: only this process.
 
     Raises:
-        RuntimeError: The ranks can't share memory; on every rank.
+        RuntimeError: The ranks can't share memory; every rank raises the error.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Shards:
         }
 
     def _own_range(self, parameter: nn.Parameter) -> range:
-        """Return the elements that this rank steps: equally many on each rank, and the remainder on the last one."""
+        """Return the elements that this rank steps: equally many on each rank, and the remainder on the last rank."""
         length = self._length(parameter)
         is_last = self._rank == self._size - 1
         return range(self._rank * length, parameter.numel() if is_last else (self._rank + 1) * length)
@@ -97,7 +99,7 @@ class Shards:
         )
 
     def step(self, step: Callable[[], object]) -> None:
-        """Step the optimizer by calling `step`, then gather what the other ranks have stepped. Every rank calls it."""
+        """Step the optimizer by calling `step`, then gather the other ranks' results. Every rank must call this."""
         with _hooks_outside(self._optimizer):
             self._step(step)
 
@@ -125,7 +127,7 @@ class Shards:
             dist.broadcast(elements[end:], group=self._group, group_src=self._size - 1)
 
     def end(self) -> None:
-        """Give this rank a state of its own. Other ranks need not call it at the same time."""
+        """Give this rank a state of its own. Other ranks need not call this at the same time."""
         for cut in self._cuts.values() if self._group is not None else ():
             cut.let_go(self._optimizer.state.get(cut.parameter, {}))
         self._cuts = {}
@@ -139,7 +141,7 @@ def has_hooks(optimizer: optim.Optimizer) -> bool:
 
 @contextlib.contextmanager
 def _hooks_outside(optimizer: optim.Optimizer) -> Iterator[None]:
-    """Call an optimizer's hooks before and after the body, where they see whole parameters, and none within it.
+    """Call an optimizer's hooks before and after the body, where they see whole parameters, and not within it.
 
     These hooks were registered after the division, maybe on one rank only; an optimizer that had hooks before is not
     divided.
@@ -166,7 +168,7 @@ class _Cut:
     Args:
         parameter: Parameter of the model.
         own: Elements that this rank steps, in the order of their memory.
-        state: Elementwise state of the whole parameter, in its layout; maybe in shared memory.
+        state: Elementwise state of the whole parameter, in the parameter's layout; maybe in shared memory.
     """
 
     def __init__(self, parameter: nn.Parameter, own: range, state: dict[str, Tensor]) -> None:
@@ -187,7 +189,7 @@ class _Cut:
             return (parameter,)
         values = state.get(parameter, {})
         if grad.layout is not torch.strided or not self._has_state(values):
-            self.let_go(values)  # the cause is the same on every rank, so all do this
+            self.let_go(values)  # the cause is the same on every rank, so all ranks do this
             return (parameter,)
         self._take_over(values)
         if parameter.data_ptr() != self._address:
@@ -205,7 +207,7 @@ class _Cut:
         return self.parameter.stride() == self._stride and self._state.keys() <= values.keys()
 
     def fits(self, state: dict[Any, Any]) -> bool:
-        """Return whether the next step can take this rank's blocks from the gradient in place, if there is one."""
+        """Return whether the next step can take this rank's blocks from the gradient, if any, in place."""
         grad = self.parameter.grad
         is_alike = grad is None or (grad.layout is torch.strided and grad.stride() == self._stride)
         return is_alike and self._has_state(state.get(self.parameter, {}))
@@ -238,13 +240,13 @@ class _Cut:
 
 
 def divisible(optimizer: optim.Optimizer, trained: Collection[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters of an optimizer that are worth dividing, in its order.
+    """Return the parameters of an optimizer that are worth dividing, in the optimizer's order.
 
-    Those are the large ones with a dense gradient and elementwise state. The optimizer must have stepped, and its
+    These are the large parameters with a dense gradient and elementwise state. The optimizer must have stepped, and its
     gradients must not have been cleared.
 
     Args:
-        optimizer: Optimizer that treats each element by itself.
+        optimizer: Optimizer that treats each element separately.
         trained: Parameters whose gradients are averaged over the ranks.
     """
     wanted = set(trained)
@@ -277,7 +279,7 @@ def _places(pairs: Sequence[tuple[nn.Parameter, Tensor]], group: dist.ProcessGro
     """Yield a tensor for each pair, with the parameter's layout and the value's dtype, shared by the ranks.
 
     Raises:
-        RuntimeError: The ranks can't share memory; on every rank.
+        RuntimeError: The ranks can't share memory; every rank raises the error.
     """
     if group is None:  # one process: values stay where they are, unless their layout differs
         for parameter, value in pairs:

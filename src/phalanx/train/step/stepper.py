@@ -2,8 +2,8 @@
 
 The order of an epoch's samples depends only on (seed, epoch), and a global batch is a range of that order. Rank r of W
 takes the r-th of W pieces of the batch, in parts that fit one forward pass. A part's loss is weighted by its fraction
-of the batch, so averaging over the ranks gives the mean over the samples, even if ranks have different numbers of them.
-The position in the order is one number, from which any number of ranks can continue with the same batches.
+of the batch, so averaging over the ranks gives the mean over the samples, even if ranks have different numbers of
+samples. The position in the order is one number, from which any number of ranks can continue with the same batches.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Stepper:
 
     Attributes:
         autocast: Context in which the loss is computed.
-        scaler: Gradient scaler; it only scales in "fp16".
-        named: Values that the training step has returned besides the loss since the last log.
+        scaler: Gradient scaler; it is active only in "fp16".
+        named: Values that the training step has returned in addition to the loss since the last log.
         grad_norm: Norm of the last averaged gradient before clipping; None without clipping.
     """
 
@@ -72,7 +72,7 @@ class Stepper:
         self._averaging_s = 0.0  # time that averaging took in the last pass, without waiting for other ranks
 
     def begin(self, run_log: RunLog, step: int) -> FiniteGuard:
-        """Time the phases of the steps after `step` for the run log, and return the guard that checks their values."""
+        """Begin to time the phases of the steps after `step`; return the guard that checks these steps for NaN."""
         self._clock = run_log.clock
         how = "never" if self.scaler.is_enabled() else self._divides
         clips = self._clip_norm is not None
@@ -82,23 +82,28 @@ class Stepper:
             autocast=self.autocast, skips_steps=self.scaler.is_enabled(), clips=clips, step=step,
         )  # fmt: skip
         if self._clip_norm is not None and self._ddp is not None:
-            self._ddp.grad_norm()  # from now on the averaging computes the norm, so all steps have the same bits
+            self._ddp.grad_norm()  # from now on, averaging computes the norm, so all steps have the same bits
         return self._guard
 
     def sentinel(self, step: int) -> tuple[Sentinel, str]:
-        """Return the sentinel that compares the ranks' copies, and a line to show if it can't. Every rank calls it."""
+        """Return the sentinel that compares the ranks' copies, and a line for the user if it can't compare them.
+
+        Every rank must call this.
+        """
         group, kinds = getattr(self._model, "process_group", None), []
         if self._ranks.world_size == 1 or group is None or group.size() < self._ranks.world_size:
             group = None  # one rank, FSDP2, or ranks that train independently
         elif self._settings.compare_every:
             kinds = list(dict.fromkeys(self._ranks.gather(kind_of_processor(self._device))))
-        why = f"the ranks' copies are not compared: they round otherwise ({', '.join(kinds)})" if len(kinds) > 1 else ""
+        why = ""
+        if len(kinds) > 1:
+            why = f"the ranks' copies are not compared: their processors round differently ({', '.join(kinds)})"
         every = 0 if why else self._settings.compare_every
         divided = self._divided
         return Sentinel(self._model, self._optimizer, group, every, lambda p: divided.length(p) > 0, step), why
 
     def backward(self, parts: Sequence[Part], num_samples: int, step: int, epoch: int) -> Tensor:
-        """Compute the averaged gradients of a global batch, and return this rank's part of its mean loss.
+        """Compute the averaged gradients of a global batch, and return this rank's part of the batch's mean loss.
 
         The ranks' parts add up to the mean times the number of ranks.
 
@@ -182,7 +187,7 @@ class Stepper:
         self.scaler.step(self._optimizer)
 
     def _clip(self, largest: float) -> Tensor:
-        """Scale the gradients down if their norm exceeds `largest`; return the norm before."""
+        """Scale the gradients down if their norm exceeds `largest`; return the norm before that."""
         self.scaler.unscale_(self._optimizer)
         if self._ddp is None or self._is_deterministic or self.scaler.is_enabled():
             return nn.utils.clip_grad_norm_(self._module.parameters(), largest)

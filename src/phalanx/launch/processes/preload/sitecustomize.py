@@ -1,9 +1,9 @@
 """The forker's program: ``phalanx run`` puts this folder first on PYTHONPATH, and starts Python on the user's script.
 
-Python imports this module at start, before it opens the script. It imports torch once, and the process stays here as
-the forker. Each rank is a fork that returns from :func:`serve_preloaded` and goes on as ``python script.py`` would: the
-interpreter itself runs the script, so ``__main__``, ``sys.argv``, ``sys.path`` and tracebacks are its own. A warm
-process stays here, too: it was started without a user's script, and waits for jobs.
+Python imports this module when it starts, before it opens the script. The module imports torch once, and the process
+stays here as the forker. Each rank is a fork that returns from :func:`serve_preloaded` and continues as ``python
+script.py`` would: the interpreter itself runs the script, so ``__main__``, ``sys.argv``, ``sys.path`` and tracebacks
+are those of a normal start. A warm process stays here, too: it was started without a user's script, and waits for jobs.
 """
 
 import os
@@ -28,14 +28,14 @@ try:
         from phalanx.launch.warm.loader import serve_warm as serve
     else:
         from phalanx.launch.processes.forker import serve_preloaded as serve
-except BaseException as error:  # Python's site module would ignore it, and run the script in this process, alone
+except BaseException as error:  # Python's site module would ignore it, and run the script here, as one rank
     print(f"can't load phalanx from {_PACKAGES}: {error!r}", file=sys.stderr, flush=True)
     os._exit(1)
 
 sys.path.remove(_PACKAGES)
 serve(_LOADED_BEFORE)
 
-# Now import another sitecustomize, if the user has one. If not, the import fails as it would have without us; site
-# expects that, and takes this module out of sys.modules.
+# Now import the user's own sitecustomize, if there is one. If not, the import fails as it would have failed without us;
+# the site module expects that, and removes this module from sys.modules.
 del sys.modules["sitecustomize"]
 import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401
