@@ -22,7 +22,7 @@ def read_line(line: bytes | bytearray) -> dict[str, Any]:
     """Return the message in a line.
 
     Raises:
-        ValueError: The line does not hold a message.
+        ValueError: The line does not contain a message.
     """
     message: dict[str, Any] = understand(line, dict)
     return message

@@ -79,7 +79,7 @@ def _refuse_number(number: str) -> NoReturn:
 
 
 def as_facts(value: Any) -> Any:
-    """Return a value with all dataclasses in it converted to dicts, without their local fields."""
+    """Return `value` with each dataclass in it converted to a dict of the fields that are not local."""
     if dataclasses.is_dataclass(value):
         told = (field.name for field in dataclasses.fields(value) if not field.metadata.get("local"))
         return {name: as_facts(getattr(value, name)) for name in told}
