@@ -101,8 +101,7 @@ class Call:
         return [self.input(i) for i in range(self.size)]
 
     def empty(self, num: int | None = None) -> Tensor:
-        """Return a tensor for a result of `num` blocks, joined in the first dimension, or of one block if `num` is
-        None."""
+        """Return a tensor for a result of one block, or of `num` blocks that are joined in the first dimension."""
         shape = self.shape if num is None else (num * self.shape[0], *self.shape[1:])
         return self.room.target(shape, self.dtype)
 
