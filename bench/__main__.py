@@ -55,14 +55,14 @@ def parse_arguments(args: list[str] | None = None) -> tuple[Settings, argparse.N
 
 
 def measure(point: Point, sets: dict[str, RankSet], point_s: float) -> report.Result:
-    """Measure the engines of a point in turns; every second round goes backwards, which cancels a steady drift."""
+    """Measure the engines of a point in turns; every second round is in reverse order, which cancels a steady drift."""
     for ranks in {id(ranks): ranks for ranks in map(sets.get, point.engines)}.values():
         ranks.prepare(point.op, point.size_bytes)
     iterations, samples = {}, {engine: [] for engine in point.engines}
     round_s = 0.0
     for engine in point.engines:
         num = 1
-        while True:  # with more and more iterations, until the time of one operation is known
+        while True:  # increase the number of iterations until the time of one operation is known
             seconds = max(sets[engine].measure(engine, num), 1e-9)
             if num * seconds >= point.turn_s / 8 or num == _MAX_ITERATIONS:
                 break
@@ -76,7 +76,7 @@ def measure(point: Point, sets: dict[str, RankSet], point_s: float) -> report.Re
 
 
 def measure_world(settings: Settings, world_size: int) -> list[report.Result]:
-    """Start all sets of `world_size` ranks, and measure everything that is planned for them."""
+    """Start all sets of `world_size` ranks, and measure all points that are planned for this world size."""
     points = list(plan.plan(settings, world_size))
     used = {engine for point in points for engine in point.engines}
     results = []

@@ -1,8 +1,8 @@
 """``python -m bench.black_box``: what recording adds to an event, a small collective and a training step.
 
-Each is measured with and without recording, in turns within the same processes, so that other load on the machine
-affects both alike. Two ranks with one thread each make the collectives, and train the MLP 784-1024-10 with batches of
-64.
+Each of these is measured with and without recording, in turns within the same processes, so that other load on the
+machine affects both equally. Two ranks with one thread each run the collectives, and train the MLP 784-1024-10 with
+batches of 64.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from phalanx import _core
 from phalanx.record import writer
 from phalanx.testing import run_ranks
 
-_CALLS = 2000  # in a turn
-_EVENTS, _TRIES = 2000, 50  # a try is shorter than a time slice of the scheduler, so few tries are disturbed
-_STEPS, _SETTLING = 6, 2  # in a turn; the first do not count, because the caches still hold the other turn's data
+_CALLS = 2000  # calls in a turn
+_EVENTS, _TRIES = 2000, 50  # a try is shorter than a time slice of the scheduler, so few tries are interrupted
+# steps in a turn; the first ones do not count, because the caches still hold the data of the previous turn
+_STEPS, _SETTLING = 6, 2
 _MOST_EVENT_S = 50e-9
 _MOST_STEP = 0.01
 Turn = tuple[float, float]  # seconds without recording, and with it
 
 
 def _in_turns(measure: Callable[[], float], num_turns: int) -> list[Turn]:
-    """Return what `measure` returns without recording and with it, for each pair of turns but the first two pairs."""
+    """Return the results of `measure` without and with recording, for each pair of turns except the first two pairs."""
     turns = []
     for number in range(num_turns + 2):
         found = {}
@@ -99,7 +100,7 @@ def _measure(rank: int, world_size: int, num_turns: int) -> dict[str, list[Turn]
 
 
 def main() -> None:
-    """Print the medians without recording and with it, and what it adds."""
+    """Print the medians without and with recording, and the time that recording adds."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--turns", type=int, default=50, help="turns of each kind (default: 50)")
     record.add_arguments(parser)

@@ -1,9 +1,9 @@
 """``python -m bench.calls``: what a small call costs from Python, and how much of that is torch's own front end.
 
-The front end is ``torch.distributed`` on a group that returns at once. A world of one waits for nobody, so there the
-difference between phalanx and the front end is what this library adds; with two ranks, it also includes the time that
-they wait for each other. The direct way is ``phalanx.communicator()``; Open MPI is called with buffers that are
-described once.
+The front end is ``torch.distributed`` on a group whose operations return at once. In a world of one rank, no rank waits
+for another, so the difference between phalanx and the front end is the time that this library adds. With two ranks, the
+difference also includes the time for which the ranks wait for each other. The direct way is ``phalanx.communicator()``.
+For Open MPI, mpi4py's descriptions of the buffers are made once, before the calls.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TURN_S = 0.003
 def measure_world(
     world_size: int, ops: Sequence[str], sizes: Sequence[int], engines: Sequence[str], rounds: int, summary: Summary
 ) -> list[list[record.Value]]:
-    """Print the time of each engine in a world of this size, in us; return the rows of a record, in seconds."""
+    """Print each engine's time in a world of this size, in us; return the rows of a record, with times in seconds."""
     rows: list[list[record.Value]] = []
     with ExitStack() as stack:
         own = stack.enter_context(RankSet("calls", world_size))

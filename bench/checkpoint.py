@@ -1,8 +1,9 @@
-"""``python -m bench.checkpoint``: what saving costs the training, and how fast it is in the background.
+"""``python -m bench.checkpoint``: how much time saving costs the training, and how long a save takes in the background.
 
-Everything runs on one rank and on two, with one thread each, in turns in the same processes. The time for which `save`
-holds a rank up is compared with a memcpy of the state; the time until the checkpoint is published (copied, hashed,
-written, synced) with torch.save with and without fsync; and the time of a snapshot in memory with the step of a model.
+All measurements run on one rank and on two, with one thread each, in turns in the same processes. The time for which
+`save` blocks a rank is compared with a memcpy of the state. The time until the checkpoint is published (copied, hashed,
+written, synced) is compared with torch.save, with and without fsync. The time of a snapshot in memory is compared with
+a training step of a model.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from bench.ddp import _large_mlp
 from bench.report import machine_facts, median_ratio, verdict_line
 
 _BATCH = 64
-_MOST_BLOCKED = 1.5  # limit for `save`, in times of a memcpy of the state
-_LEAST_SPEED = 0.8  # as a fraction of the speed of torch.save with fsync
+_MOST_BLOCKED = 1.5  # limit for `save`, as a multiple of the time of a memcpy of the state
+_LEAST_SPEED = 0.8  # least speed, as a fraction of the speed of torch.save with fsync
 _OPTIMIZERS = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}
 Samples = dict[str, list[float]]
 
 
 def _start(rank: int, world_size: int) -> None:
-    """Start as under `phalanx run`: with one thread, and this rank's share of the CPUs, also for background threads."""
+    """Start as under `phalanx run`: with one thread, and pinned with its background threads to a share of the CPUs."""
     torch.set_num_threads(1)
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, set(cpus[rank::world_size]))
@@ -59,7 +60,7 @@ def _torch_save(state: dict[str, torch.Tensor], path: str, sync: bool) -> None:
 
 
 def measure_saves(rank: int, world_size: int, folder: str, size_mib: int, rounds: int) -> Samples:
-    """Return this rank's seconds, by what was measured; the first save counts separately."""
+    """Return this rank's seconds, by the name of the measurement; the first save has a name of its own."""
     _start(rank, world_size)
     num_tensors = 16
     state = {f"t{i}": torch.randn(size_mib * 2**18 // num_tensors) for i in range(num_tensors)}
@@ -70,7 +71,7 @@ def measure_saves(rank: int, world_size: int, folder: str, size_mib: int, rounds
             target[name].copy_(tensor)
 
     def save_with_torch(sync: bool) -> float:
-        """Let rank 0 write everything to one file, as is usual; return the seconds."""
+        """Save the whole state from rank 0 to one file, as most scripts do; return the seconds."""
         path = f"{folder}/torch.pt"
         took = _seconds(lambda: _torch_save(state, path, sync) if rank == 0 else None)
         dist.barrier()
@@ -107,7 +108,7 @@ def _take(state: dict[str, object], number: int) -> None:
 
 
 def measure_snapshots(rank: int, world_size: int, optimizer_name: str, rounds: int) -> Samples:
-    """Return this rank's seconds for a step of the MLP of 17 M parameters, and for a snapshot of its state."""
+    """Return this rank's seconds for a step of the MLP with 17 M parameters, and for a snapshot of its state."""
     _start(rank, world_size)
     torch.manual_seed(0)
     model = phalanx.DistributedDataParallel(_large_mlp())
@@ -132,7 +133,7 @@ def measure_snapshots(rank: int, world_size: int, optimizer_name: str, rounds: i
 
 
 def _slowest_rank(results: list[Samples]) -> Samples:
-    """Return the times of the slowest rank: a save is over when it is over on every rank."""
+    """Return the times of the slowest rank, because a save has finished only when every rank has finished it."""
     return {name: [max(times) for times in zip(*(r[name] for r in results), strict=True)] for name in results[0]}
 
 

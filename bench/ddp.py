@@ -1,9 +1,9 @@
 """``python -m bench.ddp``: what data parallel training costs, compared with the same step without any communication.
 
-Two ranks with one thread each train all variants in turns, in one pair of processes: without communication, with
-phalanx's and with torch's DistributedDataParallel on phalanx and on Gloo, with the optimizer's step divided as a
-Trainer divides it, and with phalanx.ZeroRedundancyOptimizer and parameters in shared memory. Also measured: an epoch of
-each of two CNNs on one rank and on two, and the memory of parameters and state.
+Two ranks with one thread each train all variants in turns, in one pair of processes: without communication; with
+phalanx's and with torch's DistributedDataParallel, on phalanx and on Gloo; with the optimizer's step divided as a
+Trainer divides it; and with phalanx.ZeroRedundancyOptimizer and parameters in shared memory. The benchmark also
+measures an epoch of each of two CNNs on one rank and on two, and the memory for parameters and optimizer state.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _OURS = "phalanx DDP on phalanx"
 _TORCH = "torch DDP on phalanx"
 _SHARDED = "phalanx DDP, ZeroRedundancyOptimizer"
 _DIVIDED = "phalanx DDP, the step divided"
-_PARTS = ("averaging", "waiting")  # parts of a step of our DDP; waiting for the slower rank is included in averaging
+_PARTS = ("averaging", "waiting")  # parts of a step of our DDP; averaging includes waiting for the slower rank
 _VARIANTS = (_NONE, _OURS, _TORCH, _SHARDED, _DIVIDED, "phalanx DDP on Gloo", "torch DDP on Gloo")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model with an optimizer, and limits for a step of each variant, in steps without communication."""
+    """A model with an optimizer; `most` limits a variant's step, as a multiple of the step without communication."""
 
     build: Callable[[], nn.Module]
     optimizer: type[torch.optim.Optimizer]
-    num_steps: int  # in a turn
+    num_steps: int  # steps in a turn
     most: dict[str, float]
-    side: int = 28  # of an image, in pixels
+    side: int = 28  # width and height of an image, in pixels
 
 
 def _cnn() -> nn.Module:
@@ -75,14 +75,15 @@ EPOCHS = {
     "MNIST CNN": (CASES["MNIST CNN"], 10_000),
     "digits CNN": (Case(digits_cnn, torch.optim.Adam, 30, {}, side=8), 1_797),
 }
-"""Cases and numbers of images."""
+"""By name: a case, and the number of images in an epoch."""
 _LEAST_SPEEDUP = 1.9
 _EPOCH_WAYS = {"one rank": (1, _NONE), "two ranks": (2, _OURS), "two ranks apart": (2, _NONE)}
-"""Numbers of ranks and variants. Two ranks that exchange nothing show the best that two processes can do here."""
+"""By name: a number of ranks and a variant. Two ranks without communication show the best possible speed of two
+processes on this machine."""
 
 
 class _Trainer:
-    """One variant of one case: a model, an optimizer and a batch of this rank."""
+    """One variant of one case on this rank: a model, an optimizer and a batch."""
 
     def __init__(self, case: Case, variant: str, gloo: dist.ProcessGroup | None) -> None:
         torch.manual_seed(0)
@@ -111,13 +112,13 @@ class _Trainer:
             self._shards.step(self.optimizer.step)
             return
         self.optimizer.step()
-        if self._divides:  # only now, because the first step has made the optimizer's state
+        if self._divides:  # after the first step, because only then the optimizer has its state
             parameters = divisible(self.optimizer, [*self.model.parameters()])
             self._shards = Shards(self.optimizer, parameters, dist.group.WORLD)
             self.model.divide_averaging(self._shards)
 
     def seconds(self, num_steps: int) -> float:
-        """Return the time of `num_steps` steps, after one step that does not count and a barrier."""
+        """Return the time of `num_steps` steps. One step and a barrier precede them and do not count."""
         self.step()
         dist.barrier()
         begin = time.perf_counter()
@@ -127,14 +128,14 @@ class _Trainer:
 
 
 def _turns(names: list[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Yield every name in every round; every second round is reversed, and round -1 does not count."""
+    """Yield the number of each round with every name; every second round is reversed, and round -1 is a warm-up."""
     for number in range(-1, rounds):
         for name in names[:: 1 if number % 2 else -1]:
             yield number, name
 
 
 def _start(rank: int) -> None:
-    """Start with one thread on a CPU of its own, as under `phalanx run`."""
+    """Join the group with one thread, pinned to a CPU of this rank's own, as under `phalanx run`."""
     torch.set_num_threads(1)
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cpus[rank % len(cpus)]})
@@ -142,7 +143,7 @@ def _start(rank: int) -> None:
 
 
 def measure_steps(rank: int, case_name: str, rounds: int) -> dict[str, list[float]]:
-    """Return this rank's seconds per step, by variant and round; for our DDP, also the seconds in each of `_PARTS`."""
+    """Return this rank's seconds per step, by variant and round; for our DDP, also the seconds of each of `_PARTS`."""
     _start(rank)
     gloo = dist.new_group(backend="gloo")
     case = CASES[case_name]
@@ -174,7 +175,7 @@ def measure_epochs(rank: int, name: str, rounds: int, num_images: int) -> dict[s
         if rank < size:
             for _ in range(-(-num_images // (_BATCH * size))):
                 trainers[variant].step()
-        dist.barrier()  # a rank that has nothing to do sleeps here
+        dist.barrier()  # a rank that does not train in this way sleeps here
         if number >= 0:
             samples[way].append(time.perf_counter() - begin)
     dist.destroy_process_group()
@@ -182,9 +183,9 @@ def measure_epochs(rank: int, name: str, rounds: int, num_images: int) -> dict[s
 
 
 def measure_memory(rank: int, sharded: bool) -> float:
-    """Return this rank's memory for parameters and Adam's state, in MiB; shared pages are divided among the ranks."""
+    """Return this rank's memory for parameters and Adam's state, in MiB; a shared page is divided among the ranks."""
     dist.init_process_group("phalanx")
-    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # imports all that Adam needs, before memory is measured
+    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # imports all modules that Adam needs before memory is measured
     before = proportional_mib()
     module = _large_mlp()
     parameters = list(module.parameters())
@@ -206,7 +207,7 @@ def measure_memory(rank: int, sharded: bool) -> float:
 
 
 def proportional_mib() -> float:
-    """Return this process's memory in MiB; shared pages are divided among the processes that map them."""
+    """Return this process's memory in MiB; each shared page is divided among the processes that map it."""
     found = re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) / 1024
@@ -284,7 +285,7 @@ def main() -> None:
             f"{apart:.2f} times without communication"
         )
         verdicts.append(verdict_line(speedup >= _LEAST_SPEEDUP, f"{text} (at least {_LEAST_SPEEDUP})"))
-    os.environ["PHALANX_MEMORY"] = "default"  # otherwise the kept memory of freed gradients would count as well
+    os.environ["PHALANX_MEMORY"] = "default"  # otherwise memory of freed gradients would be kept and would count
     memory = {how: sum(phalanx.spawn(measure_memory, (how == "sharded",), nprocs=2)) for how in ("plain", "sharded")}
     model_mib = sum(p.numel() for p in _large_mlp().parameters()) * 4 / 2**20
     for line in verdicts:

@@ -1,4 +1,4 @@
-"""The operations of each engine, on the same kind of buffers. Imported by the ranks only."""
+"""The operations of each engine, on the same kind of buffers. Only the ranks import this module."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _TIMEOUT_S = 300.0
 class Buffers:
     """The buffers of one operation on one rank, shared by all engines.
 
-    `a` is the input, and also the result if the operation works in place; otherwise `b` is the result. `out` is the one
-    of them that holds this rank's result, or None.
+    `a` is the input, and also the result if the operation works in place; otherwise `b` is the result. `out` is the
+    buffer with this rank's result, or None if this rank has no result.
     """
 
     def __init__(self, op: str, size_bytes: int, rank: int, world_size: int) -> None:
         on_root = rank == _ROOT
         self._name = f"rank {rank}: {op} of {size_bytes} bytes"
         self._expected = float(world_size) if op in _SUMS else 1.0
-        # If only the root sends data, the other ranks begin with another value.
+        # If only the root sends data, the other ranks begin with a different value.
         self._given = 1.0 if on_root or op not in ("broadcast", "send_recv") else 0.0
         block = max(size_bytes // _ITEM_BYTES // world_size, 1)
         whole = block * world_size
@@ -60,15 +60,15 @@ class Buffers:
             self.b.zero_()
 
     def check(self, engine: str) -> None:
-        """Raise if one operation after `fill` left a wrong result."""
+        """Raise an AssertionError if the operation that ran after `fill` has left a wrong result."""
         if self.out is not None and not torch.all(self.out == self._expected):
             raise AssertionError(f"{self._name} by {engine} left {self.out}, expected {self._expected} everywhere")
-        self.a.zero_()  # so that repeated sums in place do not grow
+        self.a.zero_()  # otherwise repeated sums in place would grow
 
 
 class Engine(Protocol):
     def barrier(self) -> None:
-        """Let all ranks begin together."""
+        """Wait for all ranks, so that they begin together."""
 
     def operation(self, op: str, buffers: Buffers) -> Run:
         """Return a function that runs `op` once on these buffers."""
@@ -78,7 +78,7 @@ class Engine(Protocol):
 
 
 class TorchEngine:
-    """A backend through ``torch.distributed``."""
+    """A backend that is called through ``torch.distributed``."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -139,7 +139,7 @@ for _name in ("send", "recv"):
 
 
 class FrontEndEngine(TorchEngine):
-    """The part of ``torch.distributed`` before and after a backend's call, on a group that does nothing.
+    """The part of ``torch.distributed`` that runs before and after a backend's call, on a group that does nothing.
 
     Args:
         group: Another group of the same ranks, for the barriers between the turns.
@@ -190,7 +190,7 @@ class DirectEngine:
 
 
 def _ping_pong(send: Callable[..., object], recv: Callable[..., object], buffer: object, rank: int) -> Run:
-    """Return a function that sends there and back between ranks 0 and 1; the other ranks do nothing."""
+    """Return a function that sends a buffer from rank 0 to rank 1 and back; on the other ranks, it does nothing."""
     peer = 1 - rank
 
     def first() -> None:
@@ -205,7 +205,7 @@ def _ping_pong(send: Callable[..., object], recv: Callable[..., object], buffer:
 
 
 class CoreEngine:
-    """The core's all_reduce, called from Python without torch in between."""
+    """The core's all_reduce, called from Python directly rather than through torch."""
 
     def __init__(self, group: dist.ProcessGroup, *, compares_calls: bool = True) -> None:
         self._core = group._operations._core
@@ -227,7 +227,7 @@ class CoreEngine:
 
 
 class MemcpyEngine:
-    """A copy of a buffer of the same size, on every rank at once: the limit that this machine's memory sets."""
+    """A copy of a buffer of the same size, on all ranks at the same time: the limit that this machine's memory sets."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -253,7 +253,7 @@ class MemcpyEngine:
 
 
 class MpiEngine:
-    """Open MPI through mpi4py, with buffers described once."""
+    """Open MPI through mpi4py; the descriptions of the buffers are made once, before the calls."""
 
     def __init__(self) -> None:
         from mpi4py import MPI

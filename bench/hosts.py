@@ -1,8 +1,8 @@
-"""``python -m bench.hosts``: collectives between hosts, of flat Gloo and of phalanx, over shaped links.
+"""``python -m bench.hosts``: collectives between hosts, on flat Gloo and on phalanx, over links of limited rate.
 
 The hosts are namespaces of this machine (`tests.namespaces`) on links of a chosen rate and delay, which needs root.
-Every rank has one thread and is in both groups; the engines take turns in small rounds. Also measured: the round trip
-and the bandwidth of plain TCP over the links.
+Every rank has one thread and is in both groups; the engines take turns in small rounds. The benchmark also measures the
+round trip and the bandwidth of plain TCP over the links.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tests.namespaces import Host, hosts, why_no_hosts
 OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 SIZES = (4, KiB, 16 * KiB, 64 * KiB, 256 * KiB, MiB, 4 * MiB, 16 * MiB, 64 * MiB)
 ENGINES = ("phalanx", "gloo")
-_MASTER_PORT = "29500"  # surely free, because the namespaces are this run's own
+_MASTER_PORT = "29500"  # certainly free, because no other program uses these namespaces
 _TURN_S = 0.03
 _LINK_S = 120.0
 
 
 class HostRanks(RankSet):
-    """`num_local` ranks on each host, which meet as under torchrun: by the variables of ``env://``."""
+    """`num_local` ranks on each host, which meet as under torchrun: through the variables for ``env://``."""
 
     def __init__(self, on: Sequence[Host], num_local: int, engines: Sequence[str]) -> None:
         self._hosts, self._num_local = on, num_local
@@ -53,7 +53,7 @@ class HostRanks(RankSet):
 
 
 def measure_link(here: Host, there: Host) -> dict[str, float]:
-    """Return the round trip and the bytes per second of plain TCP, see `bench.link`."""
+    """Return the round-trip time and the bytes per second of plain TCP, see `bench.link`."""
     command = [sys.executable, "-m", "bench.link"]
     server = there.start([*command, "serve", there.address], cwd=ROOT)
     client = here.start([*command, "measure", there.address], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -64,7 +64,7 @@ def measure_link(here: Host, there: Host) -> dict[str, float]:
 
 
 def measure_all(given: argparse.Namespace, on: Sequence[Host]) -> list[report.Result]:
-    """Measure every operation and size that was asked for."""
+    """Measure every operation and size that the arguments name."""
     points = [
         Point(op, size, len(on) * given.ranks_per_host, given.engines, given.rounds, _TURN_S)
         for op in given.ops
@@ -80,7 +80,7 @@ def measure_all(given: argparse.Namespace, on: Sequence[Host]) -> list[report.Re
 
 
 def print_results(title: str, engines: Sequence[str], results: Sequence[report.Result]) -> None:
-    """Print medians with their fastest turn; the last column is Gloo's time as a multiple of phalanx's."""
+    """Print each engine's median and fastest turn; the last column is Gloo's time as a multiple of phalanx's."""
     header = ["operation", "size"]
     for engine in engines:
         header += [plan.LABELS[engine], "fastest"]

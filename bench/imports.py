@@ -1,7 +1,7 @@
 """``python -m bench.imports``: what phalanx adds to ``import torch``, with and without PHALANX_REPLACE=gloo.
 
-torch looks for entry points at the end of its import in any case, so only loading ours and calling it is timed. Each
-sample is a fresh interpreter, and both kinds take turns.
+torch looks for entry points at the end of its import in any case, so the benchmark times only loading and calling the
+entry point of phalanx. Each sample uses a new interpreter, and both kinds take turns.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ _KINDS = {"installed": {}, "in the place of Gloo": {"PHALANX_REPLACE": "gloo"}}
 
 def measure(num_rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each sample, by kind."""
-    ignored = ("PHALANX_", "PYTHONDONTWRITEBYTECODE")  # with the latter, modules would be compiled each time
+    # with PYTHONDONTWRITEBYTECODE, modules would be compiled each time
+    ignored = ("PHALANX_", "PYTHONDONTWRITEBYTECODE")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(ignored)}
-    environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # the program does what torch would
+    # the measured program calls the entry point itself, in place of torch
+    environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     samples: dict[str, list[float]] = {kind: [] for kind in _KINDS}
-    for round_ in range(num_rounds + 1):  # the first does not count: it compiles the modules
+    for round_ in range(num_rounds + 1):  # the first round does not count, because it compiles the modules
         for kind, added in _KINDS.items():
             command = [sys.executable, "-c", _PROGRAM]
             done = subprocess.run(command, env=environ | added, capture_output=True, text=True, check=True, timeout=60)

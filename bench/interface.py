@@ -1,8 +1,9 @@
 """``python -m bench.interface``: what the less usual methods of torch's groups cost, compared with the usual ones.
 
-Two ranks on one host, with one thread each, try both ways in turns within the same processes, so that other load on the
-machine affects both alike. A row is a function in `ROWS`: it prepares what it needs, in the same way on all ranks, and
-returns the two ways with their names. A time is that of one call on rank 0, the median over the turns.
+Two ranks on one host, with one thread each, run both ways in turns within the same processes, so that other load on the
+machine affects both equally. Each row of the result has a function in `ROWS`, which prepares tensors and groups, in the
+same way on all ranks, and returns the two ways with their names. A reported time is the time of one call on rank 0, the
+median over the turns.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from bench import record
 from bench.report import machine_facts
 from phalanx.testing import run_ranks
 
-_TURN_S = 0.02  # longer than a slice of the scheduler
+_TURN_S = 0.02  # longer than a time slice of the scheduler
 _MOST_CALLS = 2000
 
 
@@ -35,7 +36,7 @@ class Ways(NamedTuple):
 
 
 def all_reduce_with_more_time(rank: int) -> Ways:
-    """An all_reduce of 4 bytes with a longer timeout for this call alone, and one with the group's timeout."""
+    """An all_reduce of 4 bytes with a longer timeout for only this call, and one with the group's timeout."""
     world, tensor = dist.group.WORLD, torch.zeros(1)
     more = timedelta(seconds=1)
 
@@ -47,7 +48,7 @@ def all_reduce_with_more_time(rank: int) -> Ways:
 
 
 def group_by_split(rank: int) -> Ways:
-    """A group that is split off and left, and a group that is made by ``new_group`` and left."""
+    """Splitting a group off and leaving it, and making a group with ``new_group`` and leaving it."""
     world = dist.group.WORLD
 
     def split() -> None:
@@ -66,7 +67,7 @@ def put(rank: int) -> Ways:
 
 
 def signal(rank: int) -> Ways:
-    """A signal and its answer, and a barrier of the same two ranks."""
+    """A signal to the other rank and its answer, and a barrier of the same two ranks."""
     window = dist.group.WORLD.new_window()
 
     def there_and_back() -> None:
@@ -81,7 +82,7 @@ def signal(rank: int) -> Ways:
 
 
 def remote_view(rank: int) -> Ways:
-    """A view of 64 MiB of the other rank, and one of 4 bytes."""
+    """A view of 64 MiB of the other rank's memory, and a view of 4 bytes."""
     views = [dist.group.WORLD.new_window(dist.group.WORLD.allocate_tensor(size)) for size in (16 << 20, 1)]
     large, small = (lambda window=window: window.map_remote_tensor(1 - rank) for window in views)
     return Ways("view of 64 MiB", large, "view of 4 B", small)
@@ -97,7 +98,7 @@ ROWS: dict[str, Callable[[int], Ways]] = {
 
 
 def _measure(rank: int, world_size: int, names: Sequence[str], num_turns: int) -> dict[str, tuple[str, str, list]]:
-    """Return, for each row, the names of its two ways, and the seconds of a call of each in every turn."""
+    """Return, for each row, the names of the two ways, and for every turn the seconds of one call of each way."""
     found = {}
     for name in names:
         ways = ROWS[name](rank)
@@ -122,7 +123,7 @@ def _seconds_of(call: Callable[[], object], num_calls: int) -> float:
 
 
 def _calls_of_a_turn(call: Callable[[], object]) -> int:
-    """Return how many calls make a turn, the same on all ranks."""
+    """Return the number of calls in a turn; it is the same on all ranks."""
     _seconds_of(call, 1)
     count = torch.tensor(min(max(int(_TURN_S / _seconds_of(call, 3)), 1), _MOST_CALLS))
     dist.broadcast(count, src=0)

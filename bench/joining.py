@@ -1,8 +1,9 @@
-"""``python -m bench.joining``: how long ranks take to join a world, and then further groups of all of them.
+"""``python -m bench.joining``: how long ranks take to join a world, and then further groups of all ranks.
 
-Each round, phalanx and Gloo in turns get fresh ranks on this host, which have torch imported already. A time is that of
-the slowest rank: of ``init_process_group``, and of so many calls of ``new_group`` one after the other. Both meet
-through the same TCPStore of torch. With more ranks than cores, this measures the work of all ranks rather than waits.
+In each round, phalanx and Gloo in turns run on new ranks on this host, in which torch is already imported. The
+benchmark reports the slowest rank's time for ``init_process_group``, and for ``--groups`` calls of ``new_group``, one
+after the other. Both engines meet through torch's TCPStore. With more ranks than cores, the time is mostly the work of
+all ranks rather than waiting.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""``python -m bench.launch``: whole jobs, command to exit, of phalanx run, torchrun and plain python in turns.
+"""``python -m bench.launch``: whole jobs, from command to exit, of phalanx run, torchrun and plain python in turns.
 
-The job is one all_reduce on two ranks; plain python is one rank of it. A warm start finds its warm process running: the
-first turn, which does not count, has started it. Also measured: the times from the death of a rank to the end of the
-command, and to the first all_reduce of the next attempt.
+The job is one all_reduce on two ranks; with plain python, it has one rank. For a warm start, the warm process already
+runs, because the first turn, which does not count, has started it. The benchmark also measures the times from the death
+of a rank to the end of the command, and to the first all_reduce of the next attempt.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ while True:
     dist.all_reduce(torch.ones(1))
 """
 
-# Limits for the launcher: as a ratio to another command's median, as seconds above it, or as seconds.
+# Limits for the launcher: as a fraction of another command's median, as seconds more than that median, or as seconds.
 _MOST_OF_TORCHRUN = 0.45
 _WARM_MOST_OF_COLD = 0.35
 _WARM_MOST_OF_TORCHRUN = 0.12
@@ -80,7 +80,7 @@ def _time_of(command: list[str], folder: str) -> float:
 
 
 def _failures(folder: str, restarts: int) -> tuple[float, list[float]]:
-    """Return the seconds from the last death to the end of the command, and from each death to the next attempt."""
+    """Return the seconds from the last death to the end of the command, and from each death to the next all_reduce."""
     script = Path(folder, "dying.py")
     script.write_text(_DYING)
     command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
@@ -97,7 +97,7 @@ def _failures(folder: str, restarts: int) -> tuple[float, list[float]]:
 
 @contextlib.contextmanager
 def _own_warm_processes(folder: str) -> Iterator[None]:
-    """Keep warm processes apart from those of the user, and end them."""
+    """Use warm processes of this benchmark's own, apart from the user's, and end them."""
     before = os.environ.get("XDG_RUNTIME_DIR")
     os.environ["XDG_RUNTIME_DIR"] = folder
     try:
@@ -110,14 +110,14 @@ def _own_warm_processes(folder: str) -> Iterator[None]:
 
 
 def measure(rounds: int, restarts: int) -> dict[str, list[float]]:
-    """Return the seconds of every run, by command and by what was measured after a death."""
+    """Return the seconds of every run, by command, and the seconds after deaths, by the name of the measurement."""
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder, _own_warm_processes(folder):
         script = Path(folder, "job.py")
         script.write_text(_JOB)
         commands = _commands(str(script))
         samples: dict[str, list[float]] = {name: [] for name in commands}
         samples.update({"death to end of command": [], "death to next all_reduce": []})
-        for number in range(-1, rounds):  # the first turn does not count: it brings files into the cache
+        for number in range(-1, rounds):  # the first turn does not count, because it reads files into the cache
             for name in list(commands)[:: 1 if number % 2 else -1]:
                 took = _time_of(commands[name], folder)
                 if number >= 0:

@@ -1,7 +1,7 @@
-"""``python -m bench.link serve ADDRESS``, and elsewhere ``… measure ADDRESS``: how fast plain TCP is between the two.
+"""``python -m bench.link serve ADDRESS``, and on another host ``… measure ADDRESS``: the speed of plain TCP.
 
-The second prints a line of JSON: the round trip of a small message, the bytes per second of one stream to the other
-side, and the bytes per second in each direction of two streams at once, one each way.
+The second command prints a line of JSON: the round-trip time of a small message, the bytes per second of one stream to
+the server, and the bytes per second of each of two streams that run at the same time, one in each direction.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 _PORT = 29499
 _CHUNK = 1 << 20
 _ROUND_TRIPS = 300
-_STREAM_S = 0.6  # duration of each stream, about
+_STREAM_S = 0.6  # approximate duration of each stream
 _WAIT_S = 60.0
 
 
@@ -45,7 +45,7 @@ def _both(connection: socket.socket, num_bytes: int) -> None:
 
 
 def serve(address: str) -> None:
-    """Serve one `measure`: each line names the transfer that follows it."""
+    """Serve one client that runs `measure`; each line from the client announces the transfer that follows."""
     with socket.create_server((address, _PORT)) as listener:
         connection = listener.accept()[0]
     with connection:
@@ -59,7 +59,7 @@ def serve(address: str) -> None:
 
 
 def _line(connection: socket.socket) -> str:
-    """Read up to a newline, and nothing of what follows it."""
+    """Read a line, without reading beyond the newline; return "" at the end of the connection."""
     line = b""
     while not line.endswith(b"\n"):
         byte = connection.recv(1)

@@ -1,4 +1,4 @@
-"""The points to measure, and the numbers to reach."""
+"""The points to measure, and the targets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPS = (
     "barrier",
 )
 CALL_CHECK = "call_check"
-"""An all_reduce of the core with and without the comparison of calls, in many short turns."""
+"""Name of the point that compares the core's all_reduce with and without comparing calls, in many short turns."""
 CALL_CHECK_SIZES = (4, KiB)
 CALL_CHECK_ROUNDS = 300
 CALL_CHECK_TURN_S = 2e-3
@@ -50,10 +50,10 @@ class Settings:
     world_sizes: tuple[int, ...] = (2, 4, 8)
     all_reduce_sizes: tuple[int, ...] = tuple(4**i for i in range(1, 15))  # 4 B to 256 MiB
     sizes: tuple[int, ...] = (4, 64, KiB, 16 * KiB, 64 * KiB, 256 * KiB, MiB, 4 * MiB, 16 * MiB, 64 * MiB)
-    max_oversubscribed_bytes: int = MiB  # with 8 ranks
+    max_oversubscribed_bytes: int = MiB  # largest size with more than 4 ranks
     rounds: int = 11
-    turn_s: float = 0.01  # one engine's turn in a round; three times as long when ranks share cores
-    point_s: float = 3.0  # most time for a point, about: slow operations get fewer rounds, but at least 3
+    turn_s: float = 0.01  # duration of one engine's turn in a round; three times as long if ranks share cores
+    point_s: float = 3.0  # approximate time limit for a point: slow operations get fewer rounds, but at least 3
     mpi: bool = True
 
 
@@ -71,8 +71,8 @@ QUICK = {
 class Point:
     """One operation, size and world size, measured on several engines in turns.
 
-    `size_bytes` is the larger buffer of a rank, with all data that is scattered, gathered or exchanged. It is rounded
-    up to one element per rank, and 0 for barrier.
+    `size_bytes` is the size of a rank's larger buffer, which contains all data that is scattered, gathered or
+    exchanged. The buffer has at least one element per rank. For a barrier, `size_bytes` is 0.
     """
 
     op: str
@@ -109,10 +109,10 @@ def plan(settings: Settings, world_size: int) -> Iterator[Point]:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A number to reach at every measured size from `low` to `high`.
+    """A target for every measured size from `low` to `high`.
 
-    ``at_least`` is how many times faster than `baseline` the `engine` must be. ``at_most`` limits the engine's time: as
-    a multiple of the time of `baseline`, or in seconds if there is none.
+    ``at_least`` says how many times faster than `baseline` the `engine` must be. ``at_most`` limits the engine's time:
+    as a multiple of the time of `baseline`, or in seconds if there is no baseline.
     """
 
     op: str
@@ -140,7 +140,7 @@ class Target:
     def text(self) -> str:
         """Return the target in words, as "2 ranks: all_reduce 4 B to 256 KiB at least 30x Gloo"."""
         sizes = size_text(self.low) if self.low == self.high else f"{size_text(self.low)} to {size_text(self.high)}"
-        if self.low % 2:  # one byte more than a round number
+        if self.low % 2:  # `low` is one byte more than a round number
             sizes = f"above {size_text(self.low - 1)}"
         subject = self.op if self.engine == "phalanx" else f"{self.op} ({LABELS[self.engine]})"
         return f"{self.world_size} ranks: {subject}{f' {sizes}' if self.high else ''} {self.bound_text()}"
@@ -175,7 +175,7 @@ TARGETS = tuple(_targets())
 
 
 def size_text(size_bytes: int) -> str:
-    """Return the size as people say it: "4 B", "256 KiB"."""
+    """Return the size in units, such as "4 B" or "256 KiB"."""
     for unit, factor in (("MiB", MiB), ("KiB", KiB)):
         if size_bytes >= factor:
             return f"{size_bytes / factor:g} {unit}"
@@ -183,7 +183,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def parse_names(only: str, known: Collection[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Return the names that ``--only`` gives, separated by commas; the parser refuses unknown ones."""
+    """Return the comma-separated names in the value of ``--only``; for an unknown name, exit with a usage error."""
     names = [name.strip() for name in only.split(",")]
     for name in names:
         if name not in known:
@@ -192,10 +192,10 @@ def parse_names(only: str, known: Collection[str], parser: argparse.ArgumentPars
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of "4", "4B", "16K", "16KiB" or "1M".
+    """Return the number of bytes for a text such as "4", "4B", "16K", "16KiB" or "1M".
 
     Raises:
-        ValueError: `text` is none of these.
+        ValueError: `text` has another form.
     """
     number = text.strip().removesuffix("iB").removesuffix("B")
     factor = {"K": KiB, "M": MiB}.get(number[-1:], 1)

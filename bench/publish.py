@@ -1,8 +1,9 @@
 """``python -m bench.publish``: what it costs to publish a state, to read it, and to train beside a reader.
 
-Two ways take turns within one process, so that other load on the machine affects both alike; the trainer's reader is
-another process. A row is a function in `ROWS`, which prepares what it needs and returns the two ways. A time is that of
-one call, the median over the turns, and a share is the median of the turns' shares.
+Two ways take turns within one process, so that other load on the machine affects both equally; the trainer's reader is
+another process. Each row of the result has a function in `ROWS`, which prepares the state and yields the two ways. A
+reported time is the time of one call, the median over the turns, and a reported share is the median of the turns'
+shares.
 """
 
 from __future__ import annotations
@@ -62,16 +63,16 @@ def _copy(mib: int) -> Callable[[], object]:
 
 @contextlib.contextmanager
 def copied(mib: int) -> Iterator[Ways]:
-    """Publishing a state from ordinary memory, beside copying it into memory whose pages exist already."""
+    """Publishing a state from ordinary memory, compared with copying it into memory whose pages already exist."""
     state = {"weight": _tensor(mib)}
     with phalanx.publish(state, NAME) as publication:
-        publication.update(state)  # now both blocks exist
+        publication.update(state)  # makes the second of the two blocks that the publication alternates between
         yield Ways("publish", timed(lambda: publication.update(state)), "copy_", timed(_copy(mib)))
 
 
 @contextlib.contextmanager
 def in_place(mib: int) -> Iterator[Ways]:
-    """Publishing a state that lies in the publication's buffers, beside copying it."""
+    """Publishing a state that is already in the publication's buffers, compared with copying it."""
     with phalanx.publish({"weight": _tensor(mib)}, NAME) as publication:
 
         def publish() -> float:
@@ -85,7 +86,7 @@ def in_place(mib: int) -> Iterator[Ways]:
 
 @contextlib.contextmanager
 def mapped(mib: int) -> Iterator[Ways]:
-    """A subscription that maps a new version, beside one that has mapped it already."""
+    """A subscription that maps a new version, compared with a subscription that has already mapped it."""
     with phalanx.publish({"weight": _tensor(mib)}, NAME), phalanx.subscribe(NAME) as known:
         known.latest()
         yield Ways("latest, new", timed(lambda: phalanx.subscribe(NAME).latest()), "latest", timed(known.latest))
@@ -93,7 +94,7 @@ def mapped(mib: int) -> Iterator[Ways]:
 
 @contextlib.contextmanager
 def read(mib: int) -> Iterator[Ways]:
-    """Reading all of a version that was just mapped, beside reading as much memory whose pages exist already."""
+    """Reading a whole version that was just mapped, compared with reading memory of this size whose pages exist."""
     own = _tensor(mib)
     with phalanx.publish({"weight": own}, NAME):
 
@@ -109,7 +110,7 @@ def _model() -> nn.Sequential:
 
 
 def _steps(name: str) -> Callable[[], None]:
-    """Return a function that makes some steps of training, and then publishes the model unless the name is empty."""
+    """Return a function that runs some training steps, and then publishes the model unless the name is empty."""
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     inputs, targets = torch.randn(64, 784), torch.randint(10, (64,))
@@ -127,7 +128,7 @@ def _steps(name: str) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def step_with_reader(_: int) -> Iterator[Ways]:
-    """Ten steps and a publication that another process maps each time, beside the same without a reader."""
+    """Ten steps and a publication that another process maps each time, compared with the same without a reader."""
     apart, beside = _steps(f"{NAME}-apart"), _steps(f"{NAME}-beside")
     apart(), beside()
     with subprocess.Popen([sys.executable, "-c", _READER, f"{NAME}-beside"]) as reader:
@@ -140,7 +141,7 @@ def step_with_reader(_: int) -> Iterator[Ways]:
 
 @contextlib.contextmanager
 def step_that_publishes(_: int) -> Iterator[Ways]:
-    """Ten steps and a publication that another process maps each time, beside ten steps alone."""
+    """Ten steps and a publication that another process maps each time, compared with ten steps alone."""
     with step_with_reader(0) as ways:
         yield Ways(ways.name, ways.call, "10 steps alone", timed(_steps("")))
 

@@ -1,4 +1,4 @@
-"""The parent's side: sets of ranks that measure when it is their turn."""
+"""The parent's side: sets of ranks, each of which measures when it is its turn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _environment(**extra: str) -> dict[str, str]:
 
 
 def mpirun_command(world_size: int) -> list[str]:
-    """Return mpirun with the best options for Open MPI: ranks are pinned and spin, or yield if they share cores."""
+    """Return the best mpirun command for Open MPI: ranks are pinned and spin or, if they share cores, yield."""
     command = ["mpirun", "-n", str(world_size)]
     if world_size <= usable_cpus():
         return [*command, "--bind-to", "core"]
@@ -37,7 +37,7 @@ def mpirun_command(world_size: int) -> list[str]:
 
 
 def find_mpi() -> tuple[str, str]:
-    """Return Open MPI's version and "", or "" and why it cannot be measured."""
+    """Return Open MPI's version and "", or "" and the reason why Open MPI can't be measured."""
     if shutil.which("mpirun") is None:
         return "", "mpirun is not installed (Debian: apt-get install openmpi-bin)"
     show = "from mpi4py import MPI; print(MPI.Get_library_version().split(',')[0])"
@@ -57,7 +57,7 @@ def find_mpi() -> tuple[str, str]:
 
 
 class RankSet:
-    """`world_size` processes of one kind ("torch" or "mpi"), asleep until `measure`."""
+    """`world_size` processes of one kind (see `bench.worker`), which sleep until `measure` is called."""
 
     def __init__(self, kind: str, world_size: int, **environment: str) -> None:
         self.kind, self._world_size = kind, world_size
@@ -66,7 +66,8 @@ class RankSet:
         self._lines: list = []  # connections to the ranks, in rank order
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
-            # The ranks meet in the folder. It is removed once they have met, so that a kill leaves nothing on disk.
+            # The ranks meet in the folder. It is removed once they have met, so that nothing is left on disk if they
+            # are killed.
             with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
                 self._start(folder, environment)
             on_failure.pop_all()
@@ -85,7 +86,7 @@ class RankSet:
         self._meet(listener)
 
     def _launch(self, folder: str, environment: dict[str, str]) -> None:
-        """Start the processes, which connect to ``folder/parent``."""
+        """Start the processes; they connect to the socket ``folder/parent``."""
         command = [sys.executable, "-m", "bench.worker", self.kind, f"{folder}/parent"]
         tail = [str(self._world_size), f"file://{folder}/meeting"]
         if self.kind == "mpi":
@@ -96,7 +97,7 @@ class RankSet:
             self._processes.append(subprocess.Popen(each, env=environment, stdin=subprocess.DEVNULL))
 
     def _meet(self, listener: socket.socket) -> None:
-        """Wait until every rank has connected; raise if one ends before that."""
+        """Wait until every rank has connected; raise an error if a rank ends before that."""
         by_rank = {}
         deadline = time.monotonic() + _START_S
         while len(by_rank) < self._world_size:
@@ -113,7 +114,7 @@ class RankSet:
         self._lines = [by_rank[rank] for rank in range(self._world_size)]
 
     def _ask(self, *command: object) -> list:
-        """Let every rank run `command` at once; return their answers in rank order."""
+        """Make all ranks run `command` at the same time; return their answers in rank order."""
         try:
             for lines in self._lines:
                 lines.write(json.dumps(command) + "\n")
@@ -133,8 +134,8 @@ class RankSet:
         return max(self._ask("measure", engine, iterations))
 
     def close(self) -> None:
-        """End the ranks: they leave when their socket closes, or are killed."""
-        with suppress(BrokenPipeError):  # from the socket of a rank that has died
+        """End the ranks: each ends when its socket is closed; a rank that does not end in time is killed."""
+        with suppress(BrokenPipeError):  # raised by the socket of a rank that has died
             self._stack.close()
         deadline = time.monotonic() + _END_S
         for process in self._processes:

@@ -1,13 +1,13 @@
 """``python -m bench.reconfigure``: time from the SIGKILL of one of three ranks to the next all_reduce of the other two.
 
-Two ranks stay through all rounds. In each round, another process joins them by torch's `reconfigure`, and is killed
-while all three are in an all_reduce. When the two get the error, they reconfigure without the killed rank and run an
-all_reduce. Gloo does the same in processes of its own, in turns with ours. Its store outlives the killed rank, because
-otherwise Gloo could not continue.
+Two ranks live through all rounds. In each round, another process joins them through torch's `reconfigure`, and is
+killed while all three ranks are in an all_reduce. When the two ranks get the error, they reconfigure without the killed
+rank and run an all_reduce. Gloo does the same in other processes, in turns with phalanx. The killed rank does not serve
+the store, because Gloo could not continue without its store.
 
-In an all_reduce, a rank of Gloo that reads nothing from the killed rank gets no error before its timeout. The rank that
-does get an error can't change that: neither its `abort` nor its `reconfigure` closes the connections. So the result for
-Gloo is this timeout: 2 s here, because with 30 s the bench seemed to hang.
+In an all_reduce, a rank of Gloo that reads no data from the killed rank gets no error before its timeout. The rank that
+does get an error can't end the other rank's wait: neither its `abort` nor its `reconfigure` closes the connections. So
+the result for Gloo is the timeout: 2 s here, because with 30 s the benchmark seemed to hang.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import torch.distributed as dist
 
 ENGINES = ("phalanx", "gloo")
 _LIMIT, _OPERATION_LIMIT = timedelta(seconds=30), timedelta(seconds=2)
-_CONTEXT = multiprocessing.get_context("fork")  # so that each process has torch, whose import would take seconds
+_CONTEXT = multiprocessing.get_context("fork")  # forked, because importing torch in each process would take seconds
 
 
 class Rank:
-    """A process that has a group and does what it is told."""
+    """A process that has a group and carries out orders from the parent, see `_serve`."""
 
     def __init__(self, engine: str, rank: int) -> None:
         self._pipe, end = _CONTEXT.Pipe()
@@ -57,7 +57,7 @@ class Rank:
 def _serve(pipe: Any, engine: str, rank: int) -> None:
     """Read the port of the store, then orders: ``handle``; ``form``, uuid, handles; ``lose``, uuid, handles; ``end``.
 
-    ``lose`` waits in an all_reduce until it fails, and then forms the group anew.
+    On ``lose``, the rank waits in an all_reduce until that fails, and then forms a new group.
     """
     store = dist.TCPStore("127.0.0.1", pipe.recv()[0], is_master=False, wait_for_workers=False)
     at = {"store": store, "rank": rank, "world_size": rank + 1}
@@ -80,14 +80,15 @@ def _serve(pipe: Any, engine: str, rank: int) -> None:
 
 
 def lose_one(ranks: list[Rank], victim: Rank, uuid: int) -> list[float]:
-    """Kill `victim`; return the seconds until it has ended, and until the others have the error, a group, a result."""
+    """Kill `victim`; return the seconds until it has ended, and until `ranks` have an error, a group and a result."""
     _form([*ranks, victim], uuid)
     for rank in ranks:
         rank.tell("handle")
-    handles = [rank.answer() for rank in ranks]  # before the death, as a program that expects it would
+    handles = [rank.answer() for rank in ranks]  # before the death, as in a program that is prepared for it
     for rank in ranks:
         rank.tell("lose", uuid + 1, handles)
-    time.sleep(random.uniform(0.05, 0.15))  # random, so that the death comes at any point between two of their checks
+    # random, so that the death may happen at any time between two checks of the other ranks
+    time.sleep(random.uniform(0.05, 0.15))
     begin_s = time.perf_counter()
     victim.kill()
     multiprocessing.connection.wait([victim.process.sentinel])

@@ -1,7 +1,7 @@
 """The record of a benchmark: one JSON format for all benchmarks, with the tables that the documentation shows.
 
-A record says who measured what, when and where: the command, the date, the machine and the versions. Beside all samples
-it holds tables of plain numbers, seconds and bytes; `tools/tables.py` turns these into pages and pictures.
+A record contains the command, the date, the machine and the versions of the software. Besides all samples, it contains
+tables of plain numbers, seconds and bytes, which `tools/tables.py` turns into pages and pictures.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-KINDS = ("text", "count", "bytes", "seconds", "ratio", "fraction")  # ratio: "x faster"; fraction: a share or a multiple
+# a ratio is shown as "x faster", a fraction as a share or a multiple
+KINDS = ("text", "count", "bytes", "seconds", "ratio", "fraction")
 Value = str | float | None
 _OWN_FLAGS = ("--json", "--out", "--note")
 
 
 @dataclass(frozen=True)
 class Table:
-    """Named columns, each with a kind of `KINDS`, and rows of values in the kind's unit.
+    """Columns, each with a name and one of `KINDS`, and rows of values in the unit of the column's kind.
 
-    A value is None where nothing was measured.
+    A value is None if it was not measured.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Table:
 
 
 def add_arguments(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Add ``--json`` and ``--note``; a record that is always written lies in the folder of ``--out`` as `default`."""
+    """Add ``--json`` and ``--note``. With `default`, the default of ``--json`` is a file of this name in ``--out``."""
     where = "" if default is None else f" (default: {default} in the folder of --out)"
     parser.add_argument("--json", type=Path, metavar="FILE", help=f"file for the record{where}")
     parser.add_argument("--note", default="", metavar="TEXT", help="remark for the record's readers, as 'a short run'")
@@ -58,14 +59,14 @@ def command_line(module: str, arguments: Sequence[str]) -> str:
 def write(
     path: Path | None, note: str, facts: Mapping[str, object], tables: Sequence[Table], raw: Mapping[str, object]
 ) -> None:
-    """Write a record, if a file was asked for.
+    """Write a record, if there is a path.
 
     Args:
-        path: File, or None.
+        path: File to write, or None.
         note: Remark for readers.
-        facts: Machine and versions, as `bench.report.machine_facts` finds them.
+        facts: Facts about the machine and the versions, as `bench.report.machine_facts` returns them.
         tables: Tables for the documentation.
-        raw: All samples and verdicts, in the benchmark's own form; its keys are added to those of the record.
+        raw: All samples and verdicts, in the benchmark's own form; the keys of `raw` are added to the record.
     """
     if path is None:
         return

@@ -1,11 +1,11 @@
-"""``python -m bench.recovery``: how long a job of several hosts stands still when one is lost, and what it repeats.
+"""``python -m bench.recovery``: how long a job pauses when one of its hosts is lost, and how many steps it repeats.
 
-Hosts are namespaces of this machine (`tests.namespaces`), which needs root. Each turn starts a job on all of them,
-waits for some steps, and takes one host away: all its processes are killed, or its cable is cut. The bench measures the
-time from then to the next step on another host, and counts the steps that are repeated. torchrun does not survive the
-loss of the host at which the others meet, so there another host is lost; if the job does not continue within 240 s, it
-counts as 240 s. In two cases the script takes 3 s to start: in one, the living ranks keep their processes; in the
-other, they are started anew.
+Hosts are namespaces of this machine (`tests.namespaces`), which needs root. Each turn starts a job on all hosts, waits
+for some steps, and removes one host: all its processes are killed, or its link is cut. The benchmark measures the time
+from then to the next step on another host, and counts the steps that are repeated. torchrun does not survive the loss
+of the host at which the others meet, so with torchrun, another host is lost; if the job does not continue within 240 s,
+the result is 240 s. In two cases, the script takes 3 s to start: in one case, the surviving ranks keep their processes;
+in the other case, they are started again.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _PORT = 29511
 _STEPS_BEFORE = 30
 _STARTS_S, _RECOVERS_S = 120.0, 240.0
 _POLL_S = 0.01
-_START_S = 3.0  # start of a script that imports much, or reads its data
+_START_S = 3.0  # time to start a script that imports many modules, or reads its data
 _TORCHRUN = "torchrun: another host is killed"
 
 
 class Case(NamedTuple):
-    """A launcher, and the loss of a host; `most_s` is the longest time for which the job may stand still."""
+    """A launcher, the lost host's number and the way of its loss; `most_s` is the longest allowed pause of the job."""
 
     launcher: str
     lost: int
@@ -78,14 +78,15 @@ def _command(case: Case, meeting_at: Host, num_hosts: int, host: Host, script: P
     flags += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
     if case.launcher == "phalanx run":
         return [sys.executable, "-m", "phalanx", "run", *flags, *case.flags, str(script)]
-    # With its defaults torchrun waits longer: 30 s for nodes that may still come, 15 s before a node is lost.
+    # With its defaults, torchrun would wait longer: 30 s for nodes that may still arrive, 15 s until a node counts as
+    # lost.
     conf = f"last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3,is_host={host is meeting_at}"
     module = [sys.executable, "-m", "torch.distributed.run"]
     return [*module, *flags, "--rdzv-conf", conf, "--local-addr", host.address, str(script)]
 
 
 def _steps(folder: Path, host: Host) -> list[tuple[int, int, float]]:
-    """Return the number, the number of ranks and the time of each step that a host has done."""
+    """Return the step number, the number of ranks and the time of each step that a host has done."""
     try:
         lines = (folder / f"{host.name}.steps").read_text().splitlines(keepends=True)
     except FileNotFoundError:
@@ -103,7 +104,7 @@ def _await(condition: Callable[[], object], limit_s: float, what: str) -> None:
 
 
 def turn(case: Case, num_hosts: int) -> tuple[float, int]:
-    """Return the seconds without a step, and the steps that were repeated."""
+    """Return the seconds without a step, and the number of repeated steps."""
     launcher, lost = case.launcher, case.lost
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as name, hosts(num_hosts) as made:
         folder = Path(name)
@@ -154,7 +155,7 @@ def cases_of(num_hosts: int, *, with_torchrun: bool) -> dict[str, Case]:
         ),
         "phalanx: another host is cut off": Case("phalanx run", last, "cut", 5.0),
     }
-    if num_hosts > 2:  # of two hosts, the one at which they met would go on
+    if num_hosts > 2:  # if the link between two hosts is cut, the host at which they met would continue
         cases["phalanx: the first host is cut off"] = Case("phalanx run", 0, "cut", 5.0)
     if with_torchrun:
         cases[_TORCHRUN] = Case("torchrun", last, "kill")

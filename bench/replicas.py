@@ -1,10 +1,10 @@
 """``python -m bench.replicas``: what it costs the training to keep each host's part of the state on another host, too.
 
-Two hosts are namespaces of this machine (`tests.namespaces`), which needs root. Each has one rank with half of the
-parameters of an MLP and of Adam's state, 17 M parameters together, and takes snapshots as often as a Trainer would. In
-every second turn of some seconds, the supervisors copy the snapshots to the other host, as often as they choose to; in
-the other turns they do not. So both are measured in one job. Each host has one processor, which does the work of its
-rank, of its supervisor and of its link.
+Two hosts are namespaces of this machine (`tests.namespaces`), which needs root. Each host has one rank with half of the
+parameters of an MLP with 17 M parameters, and with half of Adam's state, and takes snapshots as often as a Trainer
+would. A turn takes some seconds. In every second turn, the supervisors copy the snapshots to the other host, as often
+as they choose; in the other turns, they copy nothing. So both kinds of turns are measured in one job. Each host has one
+processor, which does the work of its rank, of its supervisor and of its link.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{rate}: steps of {mean[0]:.4f} s on average, {mean[1]:.4f} s with replicas; "
             f"the longest {longest_off:.3f} s, {longest:.3f} s with replicas"
         )
-        is_slow = not rate.endswith("gbit")  # there no step may wait for a copy; the cost is only reported
+        # on a slow link, no step may wait for a copy, and the cost is only reported
+        is_slow = not rate.endswith("gbit")
         is_quiet = longest <= _LONGER * longest_off if is_slow else cost <= _MOST_COST
         reached = num_copies > 0 and is_quiet
         is_good &= reached

@@ -18,18 +18,18 @@ _LINES = {2: "-", 4: "--", 8: ":"}
 
 
 def median_ratio(of: Sequence[float], to: Sequence[float]) -> float:
-    """Return the median, over the rounds, of the ratio of one time to the other."""
+    """Return the median, over the rounds, of the ratio of a time in `of` to the time in `to`."""
     return statistics.median(a / b for a, b in zip(of, to, strict=True))
 
 
 def verdict_line(is_reached: bool, text: str) -> str:
-    """Return the line of a target: whether it was reached, and what was measured."""
+    """Return the line for a target: whether it was reached, and the text, which states the measured value."""
     return f"{'reached' if is_reached else 'missed ':8} {text}"
 
 
 @dataclass(frozen=True)
 class Result:
-    """All measurements of a point: engine -> seconds of one operation, by round."""
+    """All measurements of a point; `samples` maps each engine to the seconds of one operation in each round."""
 
     point: Point
     samples: dict[str, list[float]]
@@ -39,13 +39,13 @@ class Result:
         return statistics.median(self.samples[engine])
 
     def ratio(self, slow: str, fast: str) -> float:
-        """Return how many times faster `fast` is: by medians, or for a call check, where 1 % counts, round by round."""
+        """Return how many times faster `fast` is, by medians; for a call check, where 1 % matters, round by round."""
         if "core_unchecked" in self.samples:
             return median_ratio(self.samples[slow], self.samples[fast])
         return self.median(slow) / self.median(fast)
 
     def value(self, target: Target) -> float | None:
-        """Return the value that the target limits; None if it was not measured here."""
+        """Return the value that the target limits; None if this point does not measure that value."""
         point = self.point
         needed = {target.engine, target.baseline} - {None}
         if not target.covers(point.op, point.size_bytes, point.world_size) or not needed <= self.samples.keys():
@@ -59,7 +59,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target, the worst value that was measured for it, and the size at which it was measured."""
+    """A target, the worst value that was measured for this target, and the size at which it was measured."""
 
     target: Target
     value: float
@@ -95,7 +95,7 @@ def time_text(seconds: float) -> str:
 
 
 def _marks(result: Result) -> str:
-    """Return the targets at this point, and whether each was reached: "30x Gloo ok, 8 us MISSED"."""
+    """Return a text with the targets at this point, and whether each was reached: "30x Gloo ok, 8 us MISSED"."""
     marks = []
     for target in TARGETS:
         value = result.value(target)
@@ -119,7 +119,7 @@ def _rows(results: Sequence[Result], engines: Sequence[str]) -> list[list[str]]:
 
 
 def print_results(results: Sequence[Result]) -> None:
-    """Print a table for each world size: medians, and each engine's time as a multiple of phalanx's."""
+    """Print a table for each world size, with medians, and with each engine's time as a multiple of phalanx's."""
     for world_size in sorted({r.point.world_size for r in results}):
         here = [r for r in results if r.point.world_size == world_size and "phalanx" in r.samples]
         engines = [e for e in COLUMNS if any(e in r.samples for r in here)]
@@ -131,7 +131,7 @@ def print_results(results: Sequence[Result]) -> None:
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    """Print rows whose last cell is a mark: red with MISSED, else green."""
+    """Print a table whose last cells are marks: in red if a mark contains MISSED, otherwise in green."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -161,7 +161,7 @@ def print_verdicts(verdicts: Sequence[Verdict]) -> None:
 
 
 def machine_facts(mpi_version: str) -> dict[str, object]:
-    """Return the facts about this machine and its software that a reader of the numbers needs."""
+    """Return the facts about this machine and its software that readers of the numbers need."""
     cpu = platform.processor()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -198,7 +198,7 @@ def _engine_record(result: Result, engine: str) -> dict[str, object]:
 
 
 def table(results: Sequence[Result], **first: str) -> Table:
-    """Return medians, and each engine's as a multiple of phalanx's; `first` are columns with one text in all rows."""
+    """Return a table of medians and their ratios to phalanx's; `first` are columns with the same text in all rows."""
     with_ours = [r for r in results if "phalanx" in r.samples]
     others = [e for e in COLUMNS if e != "phalanx" and any(e in r.samples for r in with_ours)]
     columns = [(name, "text") for name in (*first, "operation")]
@@ -236,7 +236,7 @@ def raw(results: Sequence[Result], verdicts: Sequence[Verdict]) -> dict[str, obj
 
 
 def write_plot(path: Path, results: Sequence[Result]) -> None:
-    """Draw time against size, a panel per operation, a colour per engine, a line style per world size."""
+    """Plot time against size, with a panel per operation, a color per engine and a line style per world size."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -2,9 +2,10 @@
 
 Two ranks with one thread each train a model, and agree on a number every 0.1 s, as `phalanx.Trainer` does. In every
 second turn of steps, the sentinel's numbers are exchanged together with that number. The result is the median ratio of
-neighbouring turns; their order alternates, so that other load on the machine affects both alike. Two more numbers are
-reported: the share of a turn that the sentinel's own calls take, which is steadier on a busy machine but leaves out
-their effect on the caches; and the time of `phalanx.check_replicas`, which compares everything at once.
+neighboring turns; their order alternates, so that other load on the machine affects both kinds equally. Two more
+numbers are reported. One is the share of a turn that the sentinel's own calls take; it varies less on a busy machine,
+but does not include the calls' effect on the caches. The other is the time of `phalanx.check_replicas`, which compares
+all tensors at once.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from phalanx.parallel.divergence.sentinel import Sentinel
 from phalanx.testing import run_ranks
 from phalanx.wire.rank_group import RankGroup
 
-_BATCH = 64  # of each rank
+_BATCH = 64  # samples of each rank in a step
 _AGREE_S = 0.1
 _TURN_S = 0.5
-_WARM_UP = 12  # turns, in which the sentinel finds out how often it may compare
+_WARM_UP = 12  # number of turns in which the sentinel finds out how often it may compare
 _MOST = 1.01
 MODELS = {name: CASES[name].build for name in ("MLP 784-1024-10", "MLP of 17 M")}
-_LR = 1e-9  # keeps the model from learning: the tiny gradients of a trained model take a processor ten times as long
+# keeps the model from learning, because a processor takes ten times as long for the tiny gradients of a trained model
+_LR = 1e-9
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=_LR),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=_LR),
@@ -56,7 +58,7 @@ class _Loop:
         self.sentinel = Sentinel(self.model, self.optimizer, dist.group.WORLD, "auto", lambda _: False, 0)
 
     def turn(self, num_steps: int, *, compares: bool) -> tuple[float, float]:
-        """Return the time of a step, after a barrier, and the share that the sentinel's calls take of it."""
+        """Run a turn after a barrier; return the time of a step, and the share of it that the sentinel's calls take."""
         dist.barrier()
         self._looked_s = 0.0
         begin_s = time.perf_counter()
@@ -83,7 +85,7 @@ class _Loop:
         self._looked_s += time.perf_counter() - begin_s
 
     def settle(self) -> int:
-        """Choose after how many steps the ranks agree and compare; return the steps in a turn, a multiple of that."""
+        """Choose after how many steps the ranks agree and compare; return a turn's steps, a multiple of this number."""
         for _ in range(_WARM_UP):
             step_s, _ = self._ranks.gather_numbers(self.turn(4 * self._agree_every, compares=True))[0]
             self.sentinel.adapt(self._num_steps, step_s)

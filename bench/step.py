@@ -1,10 +1,10 @@
 """``python -m bench.step``: how long a training step takes under plain python, torchrun and ``phalanx run``.
 
-One rank with one thread and without communication, then two ranks: torchrun with torch's DistributedDataParallel on
-Gloo, torchrun and ``phalanx run`` with phalanx's on phalanx. Each turn starts new processes, because the launchers
-differ in how a process handles its memory. The launchers take turns, so that other load on the machine affects all of
-them alike. The peak memory of a rank is reported, too. ``--allocators`` adds turns of one rank under plain python with
-another library for malloc, which are shown and not judged.
+First, one rank trains with one thread and without communication. Then two ranks train: under torchrun with torch's
+DistributedDataParallel on Gloo, and under torchrun and ``phalanx run`` with phalanx's DistributedDataParallel on
+phalanx. Each turn starts new processes, because the launchers differ in how a process handles its memory. The launchers
+take turns, so that other load on the machine affects all of them equally. The peak memory of a rank is reported, too.
+``--allocators`` adds turns of one rank under plain python with another library for malloc; these have no targets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bench.report import machine_facts, median_ratio, verdict_line
 from bench.step_models import CASES
 
 _OURS = "phalanx run"
-_FASTER = ("MLP of 17 M", "large CNN", "small GPT")  # where page faults are a large part of the step
+_FASTER = ("MLP of 17 M", "large CNN", "small GPT")  # models for which page faults take a large part of the step
 _LEAST_ANYWHERE, _MOST_MEMORY = 0.99, 1.15
 _STEP_LIMIT_S = 600
 
@@ -43,7 +43,7 @@ class Variant:
     name: str
     launcher: Sequence[str]
     options: Sequence[str] = ()
-    least: float = 1.0  # target for its step time in the cases of `_FASTER`: at least so many times ours
+    least: float = 1.0  # target in the cases of `_FASTER`: the step time must be at least this multiple of ours
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -75,7 +75,7 @@ def _variants(num_ranks: int) -> list[Variant]:
 
 
 def with_allocators(num_ranks: int, libraries: Sequence[str]) -> list[Variant]:
-    """Return the variants of a comparison; with one rank also plain python with each of these libraries preloaded."""
+    """Return the variants to compare; with one rank, these include plain python with each of `libraries` preloaded."""
     preloaded = [
         Variant(f"python, {os.path.basename(library)}", (sys.executable,), environ={"LD_PRELOAD": library})
         for library in (libraries if num_ranks == 1 else ())
@@ -99,7 +99,7 @@ def _turn(variant: Variant, case: str, num_steps: int) -> Sample:
 
 
 def measure(case: str, variants: Sequence[Variant], rounds: int, scale: float) -> dict[str, list[Sample]]:
-    """Return the samples of every variant; every second round goes backwards, which cancels a steady drift."""
+    """Return the samples of every variant; every second round has the reverse order, which cancels a steady drift."""
     num_steps = max(2, round(CASES[case].num_steps * scale))
     samples: dict[str, list[Sample]] = {variant.name: [] for variant in variants}
     for number in range(rounds):
@@ -109,7 +109,7 @@ def measure(case: str, variants: Sequence[Variant], rounds: int, scale: float) -
 
 
 def speedup(samples: dict[str, list[Sample]], over: str) -> float:
-    """Return the median, over the rounds, of the ratio of the other's time to ours."""
+    """Return the median, over the rounds, of the ratio of the step time of `over` to ours."""
     return median_ratio(*([sample.step_s for sample in samples[name]] for name in (over, _OURS)))
 
 
@@ -118,7 +118,7 @@ def _memory(samples: Sequence[Sample]) -> float:
 
 
 def verdicts(case: str, num_ranks: int, samples: dict[str, list[Sample]]) -> list[tuple[bool, str]]:
-    """Return for each target whether it was reached, and what was measured."""
+    """Return for each target whether it was reached, and a text with the measured value."""
     found = []
     for variant in _variants(num_ranks):
         if variant.name == _OURS:
@@ -127,7 +127,7 @@ def verdicts(case: str, num_ranks: int, samples: dict[str, list[Sample]]) -> lis
         if num_ranks == 1 or case in _FASTER:
             ratio = speedup(samples, variant.name)
             found.append((ratio >= least, f"{case}, {num_ranks}: {ratio:.2f}x {variant.name} (at least {least})"))
-    # The last variant before ours differs from ours in the launcher alone.
+    # The variant before ours, in the list, differs from ours only in the launcher.
     like = _variants(num_ranks)[-2].name
     memory = _memory(samples[_OURS]) / _memory(samples[like])
     text = f"{case}, {num_ranks}: {memory:.2f} of the memory of {like} (at most {_MOST_MEMORY})"
@@ -158,22 +158,24 @@ def main() -> None:
     names = parse_names(given.only, CASES, parser)
     libraries = [path for path in given.allocators.split(",") if path]
     for path in libraries:
-        if not os.path.isfile(path):  # the loader would only warn, and plain python would be measured
+        # otherwise the loader would only print a warning, and plain python would be measured
+        if not os.path.isfile(path):
             parser.error(f"--allocators: there is no file {path!r}")
     console = Console(width=110, highlight=False)
     found, judged, peak_rows = {}, [], []
-    ratios: dict[str, dict[str, float]] = defaultdict(dict)  # other launcher -> model -> how many times as fast ours is
+    # by other launcher, then by model: how many times as fast as the other launcher ours is
+    ratios: dict[str, dict[str, float]] = defaultdict(dict)
     for name in names:
         for num_ranks in map(int, given.ranks.split(",")):
             if num_ranks > 1 and CASES[name].optimizer is None:
-                continue  # nothing to average
+                continue  # evaluation has no gradients to average
             samples = measure(name, with_allocators(num_ranks, libraries), given.rounds, given.scale)
             _print_samples(console, name, num_ranks, samples)
             found[f"{name}, {num_ranks}"] = {
                 variant: [vars(sample) for sample in turns] for variant, turns in samples.items()
             }
             judged += verdicts(name, num_ranks, samples)
-            like = _variants(num_ranks)[-2].name  # differs from ours in the launcher alone
+            like = _variants(num_ranks)[-2].name  # this variant differs from ours only in the launcher
             peak_rows.append([name, num_ranks, _memory(samples[_OURS]) / _memory(samples[like])])
             for other in samples.keys() - {_OURS}:
                 ratios[f"{num_ranks}: {other}"][name] = speedup(samples, other)

@@ -1,4 +1,4 @@
-"""The models of ``python -m bench.step``: models that people train on a CPU, with steps of less than a second."""
+"""The models of ``python -m bench.step``: typical models for training on a CPU, with steps of less than a second."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Case:
     Attributes:
         build: Function that returns the model.
         batch: Function that returns a batch of inputs and targets.
-        optimizer: Class of the optimizer; None: evaluation only.
-        num_steps: Number of steps that a turn times.
+        optimizer: Class of the optimizer; None if the model is only evaluated.
+        num_steps: Number of timed steps in a turn.
     """
 
     build: Callable[[], nn.Module]
@@ -49,7 +49,7 @@ def mlp(*widths: int) -> nn.Module:
 
 
 def _large_cnn() -> nn.Module:
-    """Return a CNN with activations of 32 MiB and more."""
+    """Return a CNN whose largest activations have 32 MiB and more."""
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
         nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
@@ -83,7 +83,7 @@ class _Residual(nn.Module):
 
 
 def _resnet18() -> nn.Module:
-    """Return ResNet-18 as people use it on images of 32x32: the first convolution is 3x3, without pooling."""
+    """Return ResNet-18 in the usual form for images of 32x32: the first convolution is 3x3, without pooling."""
     widths = (64, 64, 128, 256, 512)
     blocks = [
         _Residual(inputs if first else outputs, outputs, stride if first else 1)
@@ -106,7 +106,7 @@ class _LSTM(nn.Module):
 
 
 class _Recommender(nn.Module):
-    """Large tables of embeddings, of which a batch touches a few rows, and a small network above them."""
+    """Large embedding tables, of which each batch uses only a few rows, followed by a small network."""
 
     def __init__(self, num_tables: int = 8, num_rows: int = 50_000, width: int = 16) -> None:
         super().__init__()

@@ -29,10 +29,10 @@ def _wrap(model: nn.Module, wrapper: str) -> nn.Module:
 
 
 def peak_mib() -> float:
-    """Return the most memory that this process has had, in MiB, without the files of its libraries.
+    """Return the peak memory of this process, in MiB, without the pages of library files.
 
-    The pages of libraries do not count, because a forked rank maps only those that it touches, and a rank that imports
-    torch itself maps all of them.
+    Pages of library files do not count, because a forked rank maps only the pages that it uses, whereas a rank that
+    imports torch itself maps all of them.
     """
     sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE))
     return (int(sizes["VmHWM"]) - int(sizes["RssFile"])) / 1024

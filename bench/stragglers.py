@@ -1,10 +1,11 @@
-"""``python -m bench.stragglers``: how soon a rank that computes 5 % longer is named on this machine.
+"""``python -m bench.stragglers``: how many steps it takes to find a rank that computes 5 % longer on this machine.
 
-Two ranks with one thread each train a model and average after each step; each records how long it computed. The rule of
-`phalanx.record.excess` then judges stretches of several lengths: as measured, and with 5 % added to the times of one
-rank, first of one and then of the other. If the rule names a rank in a stretch as measured, the cores themselves may
-have differed for that long. So the spread of their difference over the stretches is reported, too: only if it is well
-below 5 % can a rule find 5 % within a stretch, and name nobody without it.
+Two ranks with one thread each train a model and average after each step; each rank records its computing time. The rule
+of `phalanx.record.excess` is then applied to stretches of several lengths: to the measured times, and to the same times
+with 5 % added for one rank, first for one rank and then for the other. If the rule names a rank from the measured times
+alone, the speeds of the cores may really have differed during that stretch. So the benchmark also reports the spread of
+the ranks' difference over the stretches. Only if the spread is well below 5 % can a rule find a rank that is 5 % slower
+within a stretch, without naming a rank when none is slower.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from phalanx.record.excess import excesses, is_clear, trimmed_mean
 from phalanx.testing import run_ranks
 
 _SLOWER = 0.05
-_STRETCHES = (50, 100, 300, 1000)  # steps
-_SETTLING = 20  # steps
-Times = Sequence[tuple[float, ...]]  # of all ranks in each step
+_STRETCHES = (50, 100, 300, 1000)  # lengths of stretches, in steps
+_SETTLING = 20  # number of first steps, which do not count
+Times = Sequence[tuple[float, ...]]  # for each step, the computing times of all ranks
 
 
 def _compute(rank: int, world_size: int, num_steps: int, batch: int) -> list[float]:
-    """Return the seconds that this rank computed in each step."""
+    """Return the seconds for which this rank computed in each step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 10))
     images, labels = torch.randn(batch, 784), torch.randint(10, (batch,))
@@ -48,13 +49,13 @@ def _compute(rank: int, world_size: int, num_steps: int, batch: int) -> list[flo
 
 
 def _stretches(times: Times, num_steps: int) -> Iterator[Times]:
-    """Yield stretches of `num_steps` steps, each of which begins in the middle of the one before."""
+    """Yield stretches of `num_steps` steps, each of which begins in the middle of the previous stretch."""
     for first in range(0, len(times) - num_steps + 1, num_steps // 2):
         yield times[first : first + num_steps]
 
 
 def _by_rank(times: Times, step_s: float, slow: int | None = None) -> list[list[float]]:
-    """Return the excesses of each rank in each step, with the rank `slow` made slower."""
+    """Return the excesses of each rank in each step, after slowing down the times of rank `slow`."""
     made = [[one * (1 + _SLOWER * (rank == slow)) for rank, one in enumerate(row)] for row in times]
     return excesses(made, step_s)
 
@@ -62,8 +63,9 @@ def _by_rank(times: Times, step_s: float, slow: int | None = None) -> list[list[
 def judge(times: Times, num_steps: int) -> tuple[int, float, float, float]:
     """Return the number of stretches, two shares, and the spread.
 
-    The shares are those of the stretches in which a rank is named as measured, and in which the slowed rank is named.
-    The spread is the standard deviation, over the stretches, of the second rank's mean excess.
+    The first share is the fraction of stretches in which the measured times alone make the rule name a rank; the second
+    is the fraction in which the slowed rank is named. The spread is the standard deviation, over the stretches, of the
+    second rank's mean excess.
     """
     named, found, differences = [], [], []
     for stretch in _stretches(times, num_steps):

@@ -1,9 +1,9 @@
 """``python -m bench.testing``: what a test of two ranks with one all_reduce costs, for each way to start its processes.
 
-In turns: `phalanx.testing.run_ranks` and the mark ``ranks(2)`` on phalanx and on Gloo, ``torch.multiprocessing.spawn``
-and torch's ``MultiProcessTestCase``, both as they are and with ``--fast-ranks``, and a pool of two kept processes. Each
-turn is a run of pytest with tests of one kind. Its first test does not count, because it starts the processes that all
-tests need.
+The ways are: `phalanx.testing.run_ranks` and the mark ``ranks(2)``, on phalanx and on Gloo;
+``torch.multiprocessing.spawn`` and torch's ``MultiProcessTestCase``, without and with ``--fast-ranks``; and a pool of
+two kept processes. They take turns. Each turn is a run of pytest with tests of one kind. The first test of a turn does
+not count, because it starts the processes that all tests of the turn need.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Kind(NamedTuple):
     """One way to write the test.
 
     Attributes:
-        code: Source of the test; it is repeated as often as the placeholder says.
-        count: Number of tests in a turn that count.
+        code: Source of the tests, with a placeholder for their number.
+        count: Number of tests in a turn, without the first one, which does not count.
         flags: Flags of pytest.
     """
 
@@ -138,14 +138,14 @@ _LIMIT_S = 3600
 
 
 def _has_mark() -> bool:
-    """Return whether pytest knows the mark here."""
+    """Return whether pytest knows the mark in this environment."""
     command = [sys.executable, "-m", "pytest", "--markers"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tempfile.gettempdir())
     return "@pytest.mark.ranks" in done.stdout
 
 
 def _run(kind: Kind, count: int, folder: Path) -> list[float]:
-    """Return the seconds of each test of one turn; the first, which starts what all tests need, is left out."""
+    """Return the seconds of each test of one turn, except the first test, which starts what all tests need."""
     times = folder / "times"
     times.unlink(missing_ok=True)
     folder.joinpath("test_kind.py").write_text(_HEAD + kind.code.format(count=count + 1))
@@ -170,7 +170,7 @@ def measure(rounds: int, names: list[str]) -> dict[str, list[float]]:
 
 
 def _state_of(pid: int) -> dict[str, int]:
-    """Return the resources that a process and its descendants hold."""
+    """Return the resources in use by a process and its descendants."""
     below, todo, memory_kb = set(), [pid], 0
     while todo:
         one = todo.pop()
@@ -198,7 +198,7 @@ def _job(rank: int, world_size: int) -> None:
 
 
 def endure(count: int) -> dict[str, dict[str, int]]:
-    """Return the resources in use after a hundredth of `count` tests in a row, and after all of them."""
+    """Run `count` tests in a row; return the resources in use after a hundredth of the tests, and after all tests."""
     from phalanx.testing import run_ranks
 
     states = {}

@@ -1,9 +1,9 @@
 """``python -m bench.top``: what ``phalanx top`` costs the job that it watches, at one picture a second.
 
-Two ranks with one thread each train the MLP 784-1024-10, and top draws them on a terminal of 80 x 24, all pinned to the
-same two CPUs. Turns with top alternate with turns in which it is stopped, so that other load on the machine affects
-both alike. The result compares the job's steps without top and with it, as the median over the pairs of turns. Top's
-own CPU time, which the job could have had, is reported, too.
+Two ranks with one thread each train the MLP 784-1024-10, and top shows them on a terminal of 80 x 24, all pinned to the
+same two CPUs. Turns with top alternate with turns in which top is suspended, so that other load on the machine affects
+both equally. The result compares the job's steps without and with top, as the median over the pairs of turns. Top's own
+CPU time, which the job could have used, is reported, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Job:
     """A job that trains, in a folder of its own.
 
     Attributes:
-        pid: Process id of its launcher.
+        pid: Process id of the job's launcher.
     """
 
     def __init__(self, folder: Path, cpus: set[int]) -> None:
@@ -69,7 +69,7 @@ class _Job:
 
 
 class _Top:
-    """``phalanx top`` on a terminal of its own, stopped except in its turns."""
+    """``phalanx top`` on a terminal of its own, suspended except during its turns."""
 
     def __init__(self, pid: int, interval_s: float, cpus: set[int]) -> None:
         self._terminal, theirs = os.openpty()
@@ -87,7 +87,7 @@ class _Top:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time so far of top's main thread, which does all the work."""
+        """CPU time that top's main thread, which does all of top's work, has used so far."""
         return int(Path(f"/proc/{self._process.pid}/schedstat").read_text().split()[0]) / 1e9
 
     def run_for(self, seconds: float) -> None:
@@ -111,7 +111,7 @@ class _Top:
 
 
 def measure(num_pairs: int, turn_s: float, interval_s: float) -> Iterator[tuple[float, float, float]]:
-    """Yield, for each pair of turns, the steps per second without top and with it, and top's share of a CPU."""
+    """Yield, for each pair of turns, the steps per second without and with top, and top's share of a CPU."""
     cpus = set(sorted(os.sched_getaffinity(0))[:_NUM_RANKS])
     with contextlib.ExitStack() as ended:
         folder = Path(ended.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-bench-")))

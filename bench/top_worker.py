@@ -1,4 +1,4 @@
-"""One rank of ``python -m bench.top``: trains forever, and counts its steps where the benchmark reads them."""
+"""One rank of ``python -m bench.top``: trains forever; rank 0 counts its steps in a file that the benchmark reads."""
 
 from __future__ import annotations
 

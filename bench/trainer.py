@@ -1,8 +1,9 @@
-"""``python -m bench.trainer``: what `phalanx.Trainer` adds to a step, compared with the same loop by hand.
+"""``python -m bench.trainer``: how much time `phalanx.Trainer` adds to a step, compared with a hand-written loop.
 
-Two ranks with one thread each train the MLP 784-1024-10 on the same data: with the Trainer, and by hand with
-phalanx.DataLoader and DistributedDataParallel. The two take turns of a few steps, in one pair of processes, so that
-other load on the machine affects both alike. The result is the median difference of neighbouring turns.
+Two ranks with one thread each train the MLP 784-1024-10 on the same data: with the Trainer, and with a hand-written
+loop around phalanx.DataLoader and DistributedDataParallel. Both loops take turns of a few steps, in one pair of
+processes, so that other load on the machine affects both equally. The result is the median difference of neighboring
+turns.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from bench import record
 from bench.report import machine_facts
 from phalanx.testing import run_ranks
 
-_BATCH = 64  # of each rank
-_TURN = 6  # steps
-_SETTLING = 2  # first steps of a turn, which do not count: the caches still hold the other loop's data
-_WARM_UP = 5  # turns
+_BATCH = 64  # samples of each rank in a step
+_TURN = 6  # steps in a turn
+_SETTLING = 2  # first steps of a turn, which do not count, because the caches still hold the other loop's data
+_WARM_UP = 5  # number of first turns, which do not count
 _MOST_MS = 0.05
 
 
 class _ByHand:
-    """A loop by hand, which is a callback of the trainer: it makes a turn of steps after each turn of the trainer.
+    """The hand-written loop. It is a callback of the trainer, and runs a turn of steps after each turn of the trainer.
 
     Attributes:
-        turns: Median times of a step in each turn, by hand and with the trainer, in ms.
+        turns: For each pair of turns, the median times of a step in ms, by hand and with the trainer.
     """
 
     def __init__(self, data: TensorDataset) -> None:
@@ -44,7 +45,8 @@ class _ByHand:
         self._batches = itertools.chain.from_iterable(
             itertools.repeat(phalanx.DataLoader(data, _BATCH, shuffle=True, num_workers=0))
         )
-        self._ends = [time.perf_counter()]  # beginning of this turn, and then the ends of the trainer's steps in it
+        # the beginning of this turn, followed by the end of each step of the trainer in this turn
+        self._ends = [time.perf_counter()]
         self.turns: list[tuple[float, float]] = []
 
     def on_step(self, _: object) -> None:

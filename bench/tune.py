@@ -1,7 +1,7 @@
 """``python -m bench.tune``: does ``phalanx tune`` find what an exhaustive search finds, and how long does it take?
 
-The exhaustive search measures every combination of the settings that tune searches, in many turns. Then tune runs again
-and again, and each setup that it chooses is looked up in the results of that search.
+The exhaustive search measures every combination of the settings that tune searches, in many turns. Then tune runs
+several times, and each setup that it chooses is looked up in the results of the exhaustive search.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx.host.cpus import read_machine
 from phalanx.tune.search import default_ranks, fastest, race, threads_to_try
 from phalanx.tune.trials import Setup, Trials
 
-_NEAR = 0.95  # fraction of the best speed from which on a choice counts as near
+_NEAR = 0.95  # a choice counts as near if it has at least this fraction of the best speed
 _LEAST_NEAR, _MOST_S = 0.9, 60
 _STARTS_WITHIN_S = 300.0
 _OF_TRAINER = {"channels_last": True, "num_workers": 2}
@@ -45,7 +45,7 @@ def every_setup(with_trainer: bool) -> list[Setup]:
 
 
 def exhaustive(script: list[str], *, with_trainer: bool) -> dict[Setup, float]:
-    """Return the speed of every setup: the median over all of its turns."""
+    """Return the speed of every setup that starts: the median over all turns of the setup."""
     setups = every_setup(with_trainer)
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder, Trials(script, folder, math.inf) as trials:
         failed = trials.start(setups, _STARTS_WITHIN_S)
@@ -55,7 +55,7 @@ def exhaustive(script: list[str], *, with_trainer: bool) -> dict[Setup, float]:
 
 
 def tuned(script: list[str]) -> tuple[Setup, float]:
-    """Return the choice of ``phalanx tune``, and the seconds that it took."""
+    """Return the setup that ``phalanx tune`` chooses, and the seconds that it takes."""
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
         out = os.path.join(folder, "found.json")
         began_s = time.monotonic()

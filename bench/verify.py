@@ -1,8 +1,8 @@
 """``python -m bench.verify``: what ``PHALANX_VERIFY`` costs, in small calls and in a step of training.
 
-Groups of the same ranks take turns: one that is not verified, one with every hundredth call verified, one with every
-call. The first has the same classes as a group in a process that verifies nothing. Each time is the median over the
-rounds, and each ratio is the median of the rounds' ratios.
+Groups of the same ranks take turns: a group that is not verified, a group with every hundredth call verified, and a
+group with every call verified. The first group uses the same classes as a group in a process without verification. Each
+time is the median over the rounds, and each ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations

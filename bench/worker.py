@@ -1,9 +1,9 @@
-"""One rank: ``python -m bench.worker KIND SOCKET RANK WORLD_SIZE INIT_METHOD``. It sleeps except when told to measure.
+"""One rank: ``python -m bench.worker KIND SOCKET RANK WORLD_SIZE INIT_METHOD``. It sleeps until it must measure.
 
 KIND is "torch", "calls", "mpi", or a list of engines to measure through torch.distributed, such as "gloo,phalanx".
 
-The parent's commands come as lines of JSON over a socket, so a rank that waits for its turn uses no CPU. The rank ends
-when the socket closes, however the parent ended.
+The parent sends commands as lines of JSON over a socket, so a rank that waits for its turn uses no CPU. The rank ends
+when the socket is closed, even if the parent was killed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from bench.engines import (
 )
 
 _TIMEOUT = timedelta(seconds=300)
-_WARM_SHARE = 8  # an eighth of a measurement's iterations runs before it, as warm-up
+_WARM_SHARE = 8  # before a measurement, an eighth of its iterations runs as a warm-up
 
 
 def torch_engines(kind: str, rank: int, world_size: int, init_method: str) -> dict[str, Engine]:
-    """Return all engines that share one set of processes; their groups exist side by side."""
+    """Return all engines that share one set of processes; their groups all exist at the same time."""
     dist.init_process_group("cpu:gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     if kind == "calls":
         phalanx = dist.new_group(backend="phalanx", timeout=_TIMEOUT)
@@ -67,7 +67,7 @@ class Worker:
         self._buffers: Buffers | None = None
 
     def prepare(self, op: str, size_bytes: int) -> None:
-        """Drop the buffers of the previous point, and make those of this one."""
+        """Drop the buffers of the previous point, and make the buffers of this point."""
         self._runs.clear()
         self._buffers = None
         self._op = "all_reduce" if op == plan.CALL_CHECK else op
@@ -87,7 +87,7 @@ class Worker:
             run()
         elapsed = time.perf_counter() - start
         runner.finish()
-        ways = 2 if self._op == "send_recv" else 1  # there and back
+        ways = 2 if self._op == "send_recv" else 1  # a message is sent to the peer and back
         return elapsed / iterations / ways
 
     def _first(self, engine: str) -> Run:
@@ -95,7 +95,7 @@ class Worker:
         run = self._engines[engine].operation(self._op, self._buffers)
         self._buffers.fill()
         run()
-        if engine not in ("memcpy", "front_end"):  # these two have no result
+        if engine not in ("memcpy", "front_end"):  # these two engines have no result
             self._buffers.check(engine)
         return run
 

@@ -4,14 +4,14 @@
 The names and packages below are loaded on first use, so that importing :mod:`phalanx` costs nothing and cannot break.
 
 Start with `_plugin`, which torch calls, or `cli`, which users call; ``docs/design.md`` has a table of the packages in
-this one. Nothing here is imported before it is used.
+this package.
 """
 
 import importlib
 import sys
 
-TYPE_CHECKING = False  # type checkers take it for True; importing typing would take longer than the rest of this module
-if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __getattr__ does this
+TYPE_CHECKING = False  # type checkers assume True; importing typing would take longer than the rest of this module
+if TYPE_CHECKING:  # for editors and type checkers; at run time, __getattr__ imports these names
     from phalanx import checkpoint, data, parallel, testing, train
     from phalanx._errors import (
         CheckpointError,
@@ -144,11 +144,11 @@ _MODULES = {
 
 
 def _on_first_use(package: str, modules: dict[str, str], subpackages: tuple[str, ...] = ()):  # type: ignore[no-untyped-def]
-    """Return the functions ``__getattr__`` and ``__dir__`` of a package whose names are loaded on first use.
+    """Return ``__getattr__`` and ``__dir__`` for a package whose names are loaded on first use.
 
     Args:
-        modules: Names loaded on first use, each with its module below `phalanx`.
-        subpackages: Names of packages that are loaded on first use.
+        modules: Modules below `phalanx`, each with the names, separated by spaces, that are loaded from it.
+        subpackages: Names of subpackages that are loaded on first use.
     """
     places = {name: f"phalanx.{module}" for module, names in modules.items() for name in names.split()}
 

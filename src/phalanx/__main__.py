@@ -4,19 +4,20 @@ import signal
 import sys
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
-    del sys.path[0]  # the current folder, where a json.py of the script would shadow the library's
+    del sys.path[0]  # the current folder, in which a json.py of the user's would shadow the standard library's
 
 
 def main() -> int:
     """Run one subcommand and return the exit code; see `phalanx.cli.main`."""
     on_interrupt = signal.getsignal(signal.SIGINT)
-    if on_interrupt is signal.default_int_handler:  # KeyboardInterrupt in an import prints a traceback or is lost
+    # a KeyboardInterrupt during an import would print a traceback or get lost
+    if on_interrupt is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.argv[1:2] == ["run"]:
         from phalanx.launch.warm import client
 
         if client.is_asked_for(sys.argv):
-            client.hand_over("run", sys.argv[2:])  # returns only if no warm process takes the job
+            client.hand_over("run", sys.argv[2:])  # returns only if no warm process accepts the job
     from phalanx.cli import main
 
     signal.signal(signal.SIGINT, on_interrupt)

@@ -1,4 +1,4 @@
-"""The grammar of every ``phalanx`` command: parses arguments, prints help and rejects mistakes."""
+"""The parser for every ``phalanx`` command: parses arguments, prints help and rejects mistakes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class UsageError(ValueError):
     """A mistake in the command line, in one line.
 
     Attributes:
-        right: Call that was probably meant; empty for the command's usual call; None if the call itself is correct.
+        right: Command line to suggest after the message. Empty: the command's usual one. None: suggest nothing, because
+            the message already says what to change, or because the mistake is outside the command line (such as in a
+            variable).
     """
 
     def __init__(self, message: str, right: str | None = "") -> None:
@@ -41,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         prog: Command, such as ``phalanx report``.
         usage: Usage line of the command, without ``usage:``.
         about: Description of the command.
-        right: Call to show next to a mistake; default: the usage line.
+        right: Command line to suggest after a mistake; default: the usage line.
     """
 
     def __init__(self, prog: str, usage: str, about: str, right: str = "") -> None:
@@ -53,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action="help", help="show this help")
 
     def add_commands(self, calls: Mapping[str, str]) -> None:
-        """List commands in the help.
+        """Add a list of commands to the help text.
 
         Args:
             calls: Descriptions of the commands, by their calls.
@@ -71,19 +73,19 @@ class Parser(argparse.ArgumentParser):
         return given
 
     def unknown(self, word: str, args: Sequence[str]) -> UsageError:
-        """Return the error for a word of `args` that the command does not accept."""
+        """Return the error for a word in `args` that the command does not accept."""
         if not word.startswith("-"):
             return UsageError(f"unexpected argument {word!r}")
         if word == "--version":
             return UsageError("--version stands alone", "phalanx --version")
         name = word.partition("=")[0]
         known = [option for option in self._option_string_actions if option.startswith("--") and "_" not in option]
-        near = nearest(name, known, cutoff=0.75)  # more than the default, because all flags share their dashes
+        near = nearest(name, known, cutoff=0.75)  # higher than the default, because the dashes make all flags similar
         what = f"unknown flag {name}{near and f', did you mean {near}?'}"
         return UsageError(what, self.call(args, {name: near}) if near else "")
 
     def call(self, args: Sequence[str], meant: Mapping[str, str]) -> str:
-        """Return this command's call with words or flags of `args` replaced."""
+        """Return this command's line with `args`, in which words or flags are replaced as in `meant`."""
         words = [word.partition("=") for word in args]
         return shlex.join([*self.prog.split(), *("".join((meant.get(name, name), *rest)) for name, *rest in words)])
 
@@ -132,8 +134,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def exit_code_of(command: Callable[[], int]) -> int:
     """Run a command and return its exit code.
 
-    If the reader of our output ends early, as ``head`` does, the code is that of a program killed by SIGPIPE; after
-    Ctrl-C, that of a program killed by SIGINT. If the output can't be written, as on a full disk, the code is 1.
+    If the reader of the output ends early, as ``head`` does, the code is that of a program killed by SIGPIPE; after
+    Ctrl-C, the code is that of a program killed by SIGINT. If the output can't be written, as on a full disk, the code
+    is 1.
     """
     _print_any_name()
     try:
@@ -157,7 +160,7 @@ def exit_code_of(command: Callable[[], int]) -> int:
 
 
 def _drop_output_without_reader() -> bool:
-    """Redirect output whose reader has gone, so that Python does not flush it again; return whether there was any."""
+    """Redirect streams whose readers have ended, so that Python does not flush to them; return whether any had."""
     waiting = select.poll()
     for fd in (1, 2):
         waiting.register(fd, 0)
@@ -173,14 +176,14 @@ def _drop_output(fd: int) -> None:
 
 
 def _print_any_name() -> None:
-    """Make every path and name printable, whatever the encoding of the output."""
+    """Make every path and name printable on stdout, whatever the encoding of stdout is."""
     codecs.register_error("phalanx.name", _encode_name)
-    with contextlib.suppress(AttributeError):  # no stream, or a replacement for one
+    with contextlib.suppress(AttributeError):  # stdout is None or has been replaced
         sys.stdout.reconfigure(errors="phalanx.name")  # type: ignore[union-attr]
 
 
 def _encode_name(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Encode a path as its original bytes, for the program that reads it; escape what the output can't encode."""
+    """Encode a path as its original bytes, for the program that reads it; escape characters that can't be encoded."""
     try:
         return codecs.lookup_error("surrogateescape")(error)
     except UnicodeError:

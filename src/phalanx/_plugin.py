@@ -18,9 +18,9 @@ def register() -> None:
 
 
 def install_as_default() -> None:
-    """Make phalanx the backend that torch picks for CPU tensors if none is named, in place of gloo.
+    """Make phalanx, instead of gloo, the backend that torch uses for CPU tensors if the caller names no backend.
 
-    Call it before ``init_process_group()``. It affects this process only.
+    Call this before ``init_process_group()``. It affects this process only.
 
     Example:
         >>> phalanx.install_as_default()
@@ -33,11 +33,11 @@ def install_as_default() -> None:
 
 
 def replace_gloo() -> None:
-    """Put phalanx in the place of Gloo, in this process and in those that it starts from now on.
+    """Use phalanx in place of Gloo, in this process and in the processes that it starts from now on.
 
-    Every group made afterwards that asks for ``gloo``, or for torch's default on the CPU, is phalanx's; a program need
-    not change. Every rank of a job must do the same. ``PHALANX_REPLACE=gloo`` and ``phalanx run --replace-gloo`` do it
-    without a line of code.
+    Every group made afterwards that asks for ``gloo``, or for torch's default on the CPU, is phalanx's; the rest of the
+    program need not change. Every rank of a job must call this. ``PHALANX_REPLACE=gloo`` and ``phalanx run
+    --replace-gloo`` do the same without a change to the script.
 
     Example:
         >>> phalanx.replace_gloo()
@@ -54,9 +54,9 @@ def replace_gloo() -> None:
 
 
 def autoload() -> None:
-    """Register at ``import torch``; a failure becomes a line on stderr, because it must not break the import.
+    """Register the backend at ``import torch``; a failure only prints a line on stderr: it must not break the import.
 
-    A rank that was executed, and not forked, also learns here how to handle freed memory.
+    In a rank that was executed rather than forked, this also applies the launcher's policy for freed memory.
     """
     try:
         register()
@@ -96,9 +96,9 @@ def autoload() -> None:
 
 
 def _watch_rendezvous() -> None:
-    """Put `phalanx.rendezvous.handler` in front of torch's own, which waits silently inside native code.
+    """Call `phalanx.rendezvous.handler` before torch's own handlers, which wait silently inside native code.
 
-    Also make ``env://`` understand mpirun and other schedulers, which set no RANK.
+    Also make ``env://`` work under mpirun and other schedulers that do not set RANK.
     """
     from phalanx._torch import rendezvous_handlers
 
@@ -128,7 +128,8 @@ def _create_group(options: Any, backend_options: Any, **named: Any) -> Any:
     from phalanx.backend.groups import create_group
     from phalanx.rendezvous.solo import wants_others
 
-    shield.watch()  # not `launch.rank.watch_torch`, whose record of Gloo needs variables that only our launchers set
+    # not `launch.rank.watch_torch`, which also records Gloo and for that needs variables that only our launchers set
+    shield.watch()
     postpone_import()
-    wants_others()  # also for a group with a store of its own, which no rendezvous has noted
+    wants_others()  # also for a group with a store of its own, for which no rendezvous has called this
     return create_group(options, backend_options, **named)

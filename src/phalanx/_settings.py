@@ -1,7 +1,7 @@
-"""Settings from the environment and of groups: typed, with their ranges.
+"""Settings from the environment and from a group's options: typed, each with its range.
 
-An unknown ``PHALANX_*`` variable is an error, because a misspelled one would silently do nothing. Variables that begin
-with ``PHALANX_TEST_`` belong to the project's own tests.
+An unknown ``PHALANX_*`` variable is an error, because a misspelled variable would otherwise silently have no effect.
+Variables that begin with ``PHALANX_TEST_`` belong to the project's own tests.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ def _ranged(default: Any, least: float, most: float) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings from the environment: ``PHALANX_STALL_S`` sets ``stall_s``, and so on."""
+    """Settings from the environment: ``PHALANX_STALL_S`` sets `stall_s`, and so on for every field."""
 
     stall_s: float = _ranged(10.0, 0.1, LONGEST_S)
     """Seconds after which a waiting rank reports which ranks are missing and what each is doing."""
     spin_us: float = _ranged(50.0, 0, 1e6)
-    """Microseconds for which a waiting rank spins, or yields if ranks share CPUs, before it sleeps; 0: no spinning."""
+    """Microseconds for which a waiting rank spins, or yields if ranks share CPUs, before it sleeps; 0 to sleep at once.
+    """
     one_shot_bytes: int = _ranged(64 * 1024, 0, 64 * 1024)
-    """Largest all_reduce in which every rank reads all data after one synchronisation. Must be equal on all ranks."""
+    """Largest all_reduce in which every rank reads the data of all ranks after one synchronization. Must be equal on
+    all ranks."""
     chunk_bytes: int = _ranged(64 * 1024, 4096, 64 * 1024)
     """Size of the chunks in which larger messages are pipelined. Must be equal on all ranks."""
     silence_s: float = _ranged(1.0, 0.1, 86400)
@@ -46,10 +48,10 @@ class Settings:
     bridge: str = "gloo"
     """Engine between hosts: ``gloo`` or ``mpi`` (mpi4py, started by mpirun)."""
     verify: str = ""
-    """Engine on which operations are repeated and compared: ``gloo``, or ``gloo:K`` for every K-th; empty: none. Must
-    be equal on all ranks."""
+    """Engine that repeats operations to compare results: ``gloo``, or ``gloo:K`` for every K-th operation; empty for
+    none. Must be equal on all ranks."""
     host: str = ""
-    """Name of a simulated host. Ranks with different names share no memory, so one machine can stand for several."""
+    """Name of a simulated host. Ranks with different names do not share memory, so one machine can simulate several."""
 
 
 def variable_of(name: str) -> str:
@@ -59,11 +61,12 @@ def variable_of(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
-    """Settings of one group, passed as ``pg_options`` of ``init_process_group`` or ``new_group``, alike on all ranks.
+    """Settings of one group: the ``pg_options`` of ``init_process_group`` or ``new_group``; must be equal on all ranks.
 
     Attributes:
-        bridge: Engine between hosts, "gloo" or "mpi"; None: the value of PHALANX_BRIDGE.
-        silence_s: Seconds of silence after which a connection to another host counts as lost; None: PHALANX_SILENCE_S.
+        bridge: Engine between hosts, "gloo" or "mpi"; None for the value of PHALANX_BRIDGE.
+        silence_s: Seconds without a sign of life after which a connection to another host counts as lost; None for the
+            value of PHALANX_SILENCE_S.
 
     Example:
         >>> options = phalanx.GroupOptions(silence_s=5)
@@ -74,7 +77,7 @@ class GroupOptions:
     silence_s: float | None = None
 
     def over(self, settings: Settings) -> Settings:
-        """Return `settings` with the given options in place of its own.
+        """Return `settings`, with each option that is not None in place of the setting of the same name.
 
         Raises:
             ValueError: The engine does not exist, or a number is out of range.
@@ -104,7 +107,7 @@ def _check(name: str, setting: Field[Any], value: Any, shown: object = None) -> 
             raise ValueError(f"{name} {error}, got {shown!r}") from None
     if "range" in setting.metadata:
         least, most = setting.metadata["range"]
-        if not least <= value <= most:  # also refuses NaN
+        if not least <= value <= most:  # also rejects NaN
             kind = "a whole number" if setting.type == "int" else "a number"
             raise ValueError(f"{name} must be {kind} in [{least:.12g}, {most:.12g}], got {shown!r}")
 

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-_LONG_S = 1e9  # a longer duration makes no sense in days, and is shown in seconds
+_LONG_S = 1e9  # a longer duration is shown in seconds, because days would not be readable
 
 
 def plural(number: int, noun: str) -> str:
@@ -99,7 +99,7 @@ def measured(seconds: float) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Return ``SIGKILL`` for 9; ``signal 40`` for one without a name of its own."""
+    """Return ``SIGKILL`` for 9; return ``signal 40`` for a signal without a name of its own."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -107,7 +107,7 @@ def signal_name(number: int) -> str:
 
 
 def shortened(text: str, max_chars: int = 60) -> str:
-    """Return text cut to `max_chars`, to fit into a line with others."""
+    """Return text cut to `max_chars`, so that it fits into a line with other text."""
     return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
 
 
@@ -128,18 +128,18 @@ def message_of(error: BaseException) -> str:
     """Return the message of an exception, even if its ``__str__`` fails."""
     try:
         return str(error)
-    except BaseException:  # it may even call sys.exit()
+    except BaseException:  # __str__ may even call sys.exit()
         return "<exception str() failed>"  # as in a traceback
 
 
 def class_and_message(error: BaseException) -> str:
-    """Return an exception in words that can be sent to other ranks: characters that UTF-8 can't hold are escaped."""
+    """Return an exception's class and message in a form that can be sent to other ranks: valid UTF-8, by escapes."""
     words = f"{type(error).__name__}: {message_of(error)}".rstrip(": ")
     return words.encode(errors="backslashreplace").decode()
 
 
 def filled(pieces: Sequence[str], width: int) -> list[str]:
-    """Return pieces joined by semicolons into lines, each as full as possible and no piece cut."""
+    """Return pieces joined by semicolons into lines; each line is as full as possible, and no piece is split."""
     lines: list[str] = []
     for piece in pieces:
         if lines and len(lines[-1]) + len(piece) + 2 <= width:
@@ -156,7 +156,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def complain(words: str) -> None:
-    """Print a message to standard error, broken between words on a terminal; drop it if writing fails."""
+    """Print a message to standard error, broken between words on a terminal; if writing fails, drop the message."""
     try:
         print("\n".join(broken(words.splitlines(), sys.stderr)), file=sys.stderr)
     except BrokenPipeError:
@@ -166,16 +166,16 @@ def complain(words: str) -> None:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a standard stream is a terminal; None stands for one that was closed when Python started."""
+    """Whether a standard stream is a terminal; `stream` is None if it was closed when Python started."""
     return stream is not None and stream.isatty()
 
 
 def broken(lines: Iterable[str], screen: TextIO | None = None, hang: int | None = None) -> list[str]:
-    """Return lines with those wider than the terminal broken between words; unchanged if there is no terminal.
+    """Return the lines, with lines wider than the terminal broken between words; unchanged if there is no terminal.
 
     Args:
-        screen: Stream to which they are printed; None: standard output.
-        hang: Column at which continued lines begin; None: two to the right of the line's own indent.
+        screen: Stream to which the lines are printed; None for standard output.
+        hang: Column at which continuation lines begin; None for two columns to the right of the line's own indent.
     """
     if not is_terminal(screen or sys.stdout):
         return list(lines)
@@ -183,7 +183,7 @@ def broken(lines: Iterable[str], screen: TextIO | None = None, hang: int | None 
 
 
 def broken_at(width: int, lines: Iterable[str], hang: int | None = None) -> list[str]:
-    """Return lines with those of more than `width` columns broken between words; see `broken`."""
+    """Return the lines, with lines of more than `width` columns broken between words; see `broken`."""
     width = max(width, 20)
     shown: list[str] = []
     for line in lines:

@@ -1,6 +1,6 @@
 """The command ``phalanx``: finds the subcommand and runs it.
 
-Imports no torch; subcommands that need it import it themselves.
+This module does not import torch; subcommands that need torch import it themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from phalanx.launch.command.flags import RIGHT_CALL
 
 
 class _Command(NamedTuple):
-    """A subcommand: its usual call, what it does, the module whose `main` runs it, and whether it needs Linux."""
+    """A subcommand: its usual call, its description, the module whose `main` runs it, and whether it needs Linux."""
 
     usage: str
     about: str

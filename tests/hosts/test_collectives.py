@@ -301,7 +301,8 @@ def test_every_way_to_call_works(run_ranks, hosts):
 
 
 def test_the_direct_way_does_what_torch_distributed_does(run_ranks):
-    run_ranks(run_all, 3, [(do_as_torch_does,), (take_unusual_tensors,)], hosts=[2, 1])
+    dtypes = torch.float32, torch.bfloat16, torch.int64  # the others go the same way between hosts
+    run_ranks(run_all, 3, [(do_as_torch_does, dtypes), (take_unusual_tensors,)], hosts=[2, 1])
 
 
 @every_layout

@@ -23,8 +23,8 @@
 signals between modules of one package.
 
 Every message names the rank, the operation and what to do. Errors carry these facts as attributes and can be pickled,
-because they cross processes. Start with `facts`, which converts them to JSON and back. Nothing here finds out why
-something failed, and nothing imports torch before an error occurs.
+because they cross processes. Start with `facts`, which converts these facts to JSON and back. Nothing here finds out
+why an operation failed, and nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -54,19 +54,20 @@ class Failure(Facts):
         seq: Number of the collective in its group, from 1; 0 for point-to-point.
         site: Line of the call, such as ``"train.py:31"``.
         culprits: Ranks at fault: missing, dead or in disagreement.
-        by: Rank that ended the group; None if `rank` itself did.
-        exit_code: Exit code of the first culprit; None if it was killed or the kernel does not tell.
+        by: Rank that ended the group; None if `rank` itself ended it.
+        exit_code: Exit code of the first culprit; None if a signal killed the culprit or the kernel does not report the
+            code.
         signal: Signal that killed the first culprit.
         standings: State of each rank that the operation was waiting for.
         circle: Ranks that wait for each other in a circle, starting with `rank`; empty if there is none.
-        calls: Calls that the ranks made, if they differ; for a message, the receive first and then the send.
+        calls: The ranks' calls, if they differ; for a message, first the receive and then the send.
         sizes: First two sizes that contradict each other.
         hosts: Hosts whose ranks are all lost.
         timeout_s: Deadline that has passed, in seconds after the call.
         size_bytes: Bytes of shared memory that could not be allocated.
         num_ranks: Number of ranks in the group whose memory could not be allocated.
         errno: Error number of the failed system call.
-        detail: Unstructured text: the system's message, or the reason given to ``abort()``.
+        detail: Unstructured text, such as the system's message or the reason given to ``abort()``.
         cause: Failure that ended the group before this call; None if this rank had left the group itself.
     """
 
@@ -102,7 +103,7 @@ class Failure(Facts):
 
     @property
     def is_victim(self) -> bool:
-        """Whether the failure of another rank caused this one."""
+        """Whether the failure of another rank caused this failure."""
         return KINDS[self.kind].is_victim or self.by not in (None, Peer(rank=self.rank))
 
 
@@ -122,17 +123,17 @@ def require_linux(what: str = "the phalanx backend", instead: str = _INSTEAD) ->
 
 _ADDRESS = re.compile(r"\s*\(phalanx explain ([a-z0-9-]+)\)")
 _ASKED = "\nphalanx why: "
-"""Start of a message's last line: the answer of ``phalanx why``, if the rank asked for one; see
+"""Start of the last line of a message if the rank asked ``phalanx why``; the rest of the line is the answer, see
 `backend.failures.answer`."""
 
 
 def address(entry: str) -> str:
-    """Return the end of an error message that says how to get its explanation: `` (phalanx explain ENTRY)``."""
+    """Return ``" (phalanx explain ENTRY)"``, the end of an error message, which says how to get an explanation."""
     return f" (phalanx explain {entry})"
 
 
 def addressed(text: str) -> str:
-    """Return the last entry that a text names in the form that `address` returns; "" if it names none."""
+    """Return the entry in the last address in a text (see `address`); "" if the text contains no address."""
     found = _ADDRESS.findall(text)
     return found[-1] if found else ""
 
@@ -144,11 +145,11 @@ class PhalanxError(RuntimeError):
 
     Attributes:
         entry: Name under which ``phalanx explain`` explains the error; empty if there is no explanation.
-        op: Operation, such as ``"all_reduce"``; empty if there was none.
+        op: Operation that failed, such as ``"all_reduce"``; empty if no operation was involved.
         seq: Number of the collective in its group, from 1; 0 for point-to-point messages.
         ranks: Global ranks at fault: missing, dead or in disagreement.
         failure: All facts as plain data, if an operation of a group failed; else None.
-        is_victim: Whether this rank only suffers from the failure of another rank.
+        is_victim: Whether the failure of another rank caused this error.
 
     Example:
         >>> try:
@@ -214,7 +215,7 @@ class RankFailed(PhalanxError):
 
     Attributes:
         pid: Process id of the dead rank, or None.
-        exit_code: Exit code of the dead rank; None if a signal killed it or the kernel does not tell.
+        exit_code: Exit code of the dead rank; None if a signal killed the rank or the kernel does not report the code.
         signal: Signal that killed the dead rank, or None.
     """
 
@@ -269,8 +270,8 @@ class NonFinite(PhalanxError, FloatingPointError):
     Attributes:
         step: Number of the optimizer step, from 1.
         epoch: Number of the epoch, from 0; the message counts from 1, as the screen does.
-        tensor: First tensor that was not finite, such as ``parameter '0.weight'``; empty if none is known.
-        module: Name of the module that made it, such as ``"encoder.0"``; empty if none is known.
+        tensor: First tensor that was not finite, such as ``parameter '0.weight'``; empty if unknown.
+        module: Name of the module that produced this tensor, such as ``"encoder.0"``; empty if unknown.
     """
 
     entry = "non-finite"
@@ -299,15 +300,15 @@ class ReplicaMismatch(PhalanxError):
 
 
 class WrongResult(PhalanxError):
-    """Gloo repeated an operation and got another result; `ranks` are those whose result differs.
+    """Gloo repeated an operation and got a different result; `ranks` are the ranks whose results differ from Gloo's.
 
     ``PHALANX_VERIFY=gloo`` turns this check on. Every rank raises the error.
 
     Attributes:
-        path: Folder in which each rank has left its inputs.
+        path: Folder in which each rank has saved its inputs.
         index: Index of the first element that differs, in the result of the first of `ranks`.
         got: Value of that element, as text.
-        want: Value that it should have, as text.
+        want: Value that this element has in Gloo's result, as text.
     """
 
     entry = "wrong-result"
@@ -318,14 +319,14 @@ class WrongResult(PhalanxError):
 
 
 class NotPublished(PhalanxError):
-    """`phalanx.subscribe` got no version, or no newer one: the time ran out, or the publisher ended.
+    """`phalanx.subscribe` received no version, or no newer version, before its timeout or the publisher's end.
 
     Attributes:
         name: Name of the publication.
-        pid: Process that published last under the name; None if none has.
-        version: Version that it published last, or 0.
-        has_ended: Whether the publisher ended during the subscription; if not, no version came in time.
-        is_closed: Whether the publisher ended by `Publication.close`.
+        pid: Process that last published under this name; None if no process has published under it.
+        version: Last version that this process published; 0 if there is none.
+        has_ended: Whether the publisher ended during the subscription; if not, the timeout expired.
+        is_closed: Whether the publisher called `Publication.close` before it ended.
     """
 
     entry = "not-published"
@@ -361,9 +362,9 @@ KINDS: dict[str, type[PhalanxError]] = {
     "system": PhalanxError,
     "refused": PhalanxError,
 }
-"""Every kind of failure and its exception. FailureKind in csrc/control/failure.h lacks three: ``rank_lost`` (the
-connection to a rank on another host was lost), ``not_met`` (the ranks did not meet in time) and ``refused`` (a rank was
-refused for a reason that only `Failure.detail` gives)."""
+"""Every kind of failure and its exception. FailureKind in csrc/control/failure.h lacks three of these kinds:
+``rank_lost`` (the connection to a rank on another host was lost), ``not_met`` (the ranks did not meet in time) and
+``refused`` (a rank was refused for a reason that only `Failure.detail` gives)."""
 
 _ENTRIES = {
     "message_differs": "message-mismatch",
@@ -401,9 +402,10 @@ _handed_over: collections.deque[PhalanxError] = collections.deque(maxlen=16)
 
 
 def hand_over(error: BaseException) -> BaseException:
-    """Store a copy of `error` for `origins` to find, because native code passes on only its text; return `error`."""
+    """Return `error`; store a copy for `origins`, because native code passes on only an error's text."""
     if isinstance(error, PhalanxError):
-        # The original would keep the group alive: its traceback refers to frames, and the frames refer to the group.
+        # A copy without a traceback: the original's traceback refers to frames, which refer to the group, and would
+        # thus keep the group alive.
         _handed_over.append(_rebuild(type(error), str(error), error.__dict__.copy()))
     return error
 
@@ -411,7 +413,8 @@ def hand_over(error: BaseException) -> BaseException:
 def origins(error: BaseException) -> Iterator[BaseException]:
     """Yield `error`, then the errors that caused it or were being handled when it was raised, latest first.
 
-    If native code made one of them from an error of phalanx (see `hand_over`), the copy of that error follows it.
+    If native code made one of these errors from the text of a phalanx error, the stored copy of the phalanx error
+    follows (see `hand_over`).
     """
     seen: set[int] = set()
     one: BaseException | None = error
@@ -425,7 +428,7 @@ def origins(error: BaseException) -> Iterator[BaseException]:
 
 
 class ArgumentError(ValueError, RuntimeError):
-    """An operation was called with a wrong argument; a RuntimeError too, because Gloo raises that."""
+    """An operation was called with a wrong argument; also a RuntimeError, because that is what Gloo raises."""
 
 
 class UnsupportedLayout(ArgumentError, NotImplementedError):
@@ -441,4 +444,4 @@ def warn_caller(message: str) -> None:
 
 
 for _kind in (*KINDS.values(), CheckpointError, NonFinite, NotPublished, ReplicaMismatch, WrongResult):
-    _kind.__module__ = "phalanx"  # where users import them from
+    _kind.__module__ = "phalanx"  # the package from which users import these classes

@@ -24,10 +24,10 @@ class Facts:
 
     @classmethod
     def from_facts(cls, facts: object) -> Self:
-        """Return an object equal to the one whose `to_facts` returned `facts`, even if they travelled as JSON.
+        """Return an object equal to the one whose `to_facts` returned `facts`, even if `facts` travelled as JSON.
 
         Raises:
-            ValueError: `facts` can't come from `to_facts`; an unknown sender may have sent them.
+            ValueError: `facts` is not a possible result of `to_facts`; an unknown sender may have sent it.
         """
         try:
             value: Self = read_value(facts, cls)
@@ -38,10 +38,10 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer(Facts):
-    """A rank of the world, with its process and its host if they are known.
+    """A rank of the world; its process and its host may be unknown.
 
     Attributes:
-        host: Name of its host; empty if all ranks of the group share one.
+        host: Name of the rank's host; empty if all ranks of the group are on one host.
     """
 
     rank: int
@@ -51,13 +51,13 @@ class Peer(Facts):
 
 @dataclass(frozen=True, kw_only=True)
 class Standing(Peer):
-    """State of a rank that others are waiting for.
+    """State of a rank for which other ranks are waiting.
 
     Attributes:
-        has_joined: Whether it has joined the group.
-        waits_in: Call in which it is waiting, in any group; empty if it is not waiting.
-        last: Number of its last collective in the group; None: unknown.
-        is_apart: Whether it is joining a group of another name, which includes the rank that reports this.
+        has_joined: Whether the rank has joined the group.
+        waits_in: Call in which the rank is waiting, in any group; empty if the rank is not waiting.
+        last: Number of the rank's last collective in the group; None if unknown.
+        is_apart: Whether the rank is joining a group of a different name, of which the reporting rank is also a member.
     """
 
     has_joined: bool = True
@@ -71,8 +71,8 @@ class Waiter(Peer):
     """A rank in a circle of ranks that wait for each other's messages.
 
     Attributes:
-        awaits: Next rank of the circle, for which it waits.
-        where: Call in which it waits, such as ``"recv of group 'default' at train.py:31"``.
+        awaits: Rank for which this rank waits: the next one in the circle.
+        where: Call in which this rank waits, such as ``"recv of group 'default' at train.py:31"``.
     """
 
     awaits: int
@@ -86,10 +86,10 @@ class MadeCall(Peer):
     Attributes:
         op: Operation; empty if the rank has made no call yet.
         dtype: Name of the tensor's dtype, without ``torch.``.
-        count: Number of elements in a rank's block; None if each rank passes its own sizes.
+        count: Number of elements in each rank's block; None if the blocks may have different sizes.
         sizes: Number of elements in each rank's block, if they differ and are known.
         reduce_op: Name of the reduction, such as ``SUM``.
-        root: Global rank that sends or receives.
+        root: Global rank of the operation's source or destination; None if the operation has no such rank.
         tag: Tag of a message.
         site: Line of the call, such as ``"train.py:31"``.
     """
@@ -111,12 +111,12 @@ class MadeCall(Peer):
 
 @dataclass(frozen=True, kw_only=True)
 class SizeDispute(Facts):
-    """Two ranks disagree about a size: of a message from `one` to `other`, or of the block that belongs to rank `of`.
+    """Two ranks disagree about the size of a message from `one` to `other`, or of the block that belongs to rank `of`.
 
     Attributes:
         one: Rank whose size is `count`.
         count: Number of elements that `one` sends, or states for the block of `of`.
-        other: Rank that contradicts it.
+        other: Rank that contradicts `one`.
         other_count: Number of elements that `other` expects, or states for the block of `of`.
         of: Global rank that owns the block; None if the sizes are those of a message.
     """

@@ -5,9 +5,9 @@ is looked up on first use. Hot paths and classes write ``from phalanx._torch imp
 name up once, at import. Other code writes ``_torch.get_default_store()``, which looks it up at the call, so only that
 call fails if torch lacks the name. All names exist in torch 2.11, 2.13 and 2.15.
 
-Every ``import torch`` runs this module where phalanx is installed; `names` and `lookup` are loaded only when one of
-their names is used. Start with `names`, the table. Nothing here makes a group or trains; `replace` and `shield` are
-here because they rely on private names.
+If phalanx is installed, every ``import torch`` runs this module; `names` and `lookup` are loaded only when one of their
+names is used. Start with `names`, the table. Most files here only give access to names. `replace` and `shield` do more;
+they are here because they rely on private names.
 """
 
 import importlib
@@ -30,7 +30,7 @@ _MODULES = {
 
 
 def __getattr__(key: str) -> Any:
-    if key in _MODULES:  # ``from phalanx._torch import shield`` looks for an attribute first
+    if key in _MODULES:  # ``from phalanx._torch import shield`` first looks for an attribute
         raise AttributeError(f"module 'phalanx._torch' has no attribute {key!r} yet")
     if key == "rendezvous_handlers" and hasattr(
         sys.modules.get("torch.distributed.rendezvous"), "_rendezvous_handlers"

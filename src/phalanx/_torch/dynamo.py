@@ -1,15 +1,15 @@
-"""Keeps ranks from importing ``torch._dynamo`` before they compile something: it costs each a second of CPU and 80 MB.
+"""Keeps ranks from importing ``torch._dynamo`` before they compile something: that costs a rank 1 s of CPU and 80 MB.
 
-torch imports it wherever a running compiler would have to be notified: when the first optimizer is made, in each step
-of an optimizer, and in methods under ``torch._disable_dynamo``. Before anything is compiled, the notification has no
-effect, so four modules of torch get a stand-in that does nothing. As soon as any other code uses the stand-in, torch's
-own module is imported. It replaces the stand-in for good, and functions that the stand-in was asked to disable are
-disabled in it. The same happens when a program uses, without importing it, a package that torch._dynamo would have
-imported, such as torch.distributed.nn.
+torch imports torch._dynamo wherever a running compiler would have to be notified: when the first optimizer is made, in
+each step of an optimizer, and in methods under ``torch._disable_dynamo``. Before anything is compiled, the notification
+has no effect, so four modules of torch get a stand-in that does nothing. As soon as any other code uses the stand-in,
+torch's own module is imported and replaces the stand-in for good; functions that the stand-in was asked to disable are
+then disabled in torch's module. The import also happens when a program uses a package such as torch.distributed.nn
+without importing the package, because the import of torch._dynamo would have loaded it.
 
-The alternative was to import torch._dynamo in the process that forks the ranks. But it reads variables at import that
-the script may set, so the import would have to be hidden from the script, and it would still cost a second on each
-host. Ranks that use torch's own DDP need torch._dynamo in any case.
+The alternative was to import torch._dynamo in the process that forks the ranks. But at import, torch._dynamo reads
+environment variables that the script may set later, so the import would have to be hidden from the script, and would
+still cost a second on each host. Ranks that use torch's own DDP need torch._dynamo in any case.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _CACHE = "__dynamo_disable"  # attribute in which torch._disable_dynamo keeps th
 _WITHOUT_EFFECT = {
     "torch._compile": "disable",
     "torch.optim.optimizer": "graph_break",
-    "torch.distributed.distributed_c10d": "trace_rules",  # used to clear a cache
+    "torch.distributed.distributed_c10d": "trace_rules",  # torch uses this name only to clear a cache
     "torch.testing._internal.common_utils": "reset",
 }
-"""Modules of torch that use torch._dynamo without need, each with the name that it uses."""
+"""Modules of torch that use torch._dynamo although nothing is compiled yet, each with the name that it uses."""
 _FILLED = ("torch.distributed", "torch.fx.experimental")
 """Packages to which the import of torch._dynamo adds public modules."""
 
 
 def postpone_import() -> None:
-    """Postpone the import of ``torch._dynamo`` until somebody needs it."""
+    """Postpone the import of ``torch._dynamo`` until some code needs it."""
     if _NAME not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -63,7 +63,8 @@ class _Finder:
         """Return the spec of the stand-in; None for any other module."""
         if name == _NAME and not self.is_needed:
             return ModuleSpec(name, self)  # type: ignore[arg-type]
-        # The import of this submodule began when the stand-in was its parent; torch's own module has imported it since.
+        # The import of this submodule began while the stand-in was its parent. Since then, torch's own module has
+        # imported the submodule.
         if name.startswith(f"{_NAME}.") and name in sys.modules and target is None:
             return ModuleSpec(name, _Found(sys.modules[name]))  # type: ignore[arg-type]
         return None
@@ -80,7 +81,7 @@ class _Finder:
                 vars(sys.modules[name]).setdefault("__getattr__", _Filling(self, name))
 
     def torchs(self) -> ModuleType:
-        """Return torch's own module, and let all modules find it from now on."""
+        """Return torch's own module; from now on, every import of torch._dynamo finds it."""
         with self._lock:
             if not self.is_needed:
                 self.is_needed = True
@@ -92,7 +93,7 @@ class _Finder:
         try:
             module = importlib.import_module(_NAME)
         except BaseException:
-            self.is_needed = False  # so that the next attempt goes through here again, and empties self._missed
+            self.is_needed = False  # so that the next call imports torch's module again and empties self._missed
             raise
         while self._missed:
             function, recursive = self._missed.pop()
@@ -105,11 +106,11 @@ class _Finder:
 
 
 class _StandIn(ModuleType):
-    """A stand-in for ``torch._dynamo``; every other name comes from torch's own module."""
+    """A stand-in for ``torch._dynamo``: names with no effect do nothing; any other name loads torch's own module."""
 
     def __getattr__(self, name: str) -> Any:
         finder = vars(self).get("_finder")
-        # Code that inspects all modules asks for dunder names; that must not import torch's own module.
+        # Code that inspects all modules asks for dunder names; this alone must not import torch's own module.
         if finder is None or (name.startswith("__") and name != "__path__" and not finder.is_needed):
             raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
         if not finder.is_needed and _WITHOUT_EFFECT.get(sys._getframe(1).f_globals.get("__name__", "")) == name:
@@ -137,8 +138,8 @@ class _Filling:
 
     def __call__(self, name: str) -> Any:
         package, full_name = sys.modules[self._package], f"{self._package}.{name}"
-        # The import system asks, too, but needs no answer: "from package import name" looks for an attribute before it
-        # imports, and a module that is being imported is not yet an attribute of its package.
+        # The import system also calls this function, but needs no answer: "from package import name" looks for an
+        # attribute before it imports, and a module that is being imported is not yet an attribute of its package.
         is_imported = full_name in sys.modules or sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
         if not name.startswith("__") and not is_imported and importlib.util.find_spec(full_name) is not None:
             self._finder.torchs()
@@ -157,9 +158,9 @@ class _Found:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        with contextlib.suppress(AttributeError):  # some modules do not allow it
+        with contextlib.suppress(AttributeError):  # some modules do not allow this assignment
             module.__spec__ = self._spec
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
-    """Stand in for functions that have no effect before something is compiled."""
+    """Replace functions that have no effect before anything is compiled."""

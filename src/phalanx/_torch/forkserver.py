@@ -1,9 +1,9 @@
 """Blocks `shield.SIGNALS` in Python's fork server, which forks a rank's child processes in place of the rank.
 
 `shield` makes the server import this module, so the import itself blocks the signals. If a signal ended the server,
-torch would conclude that the workers forked from it were dead. The server ends with the rank in any case. Processes
-that it forks start with the signals blocked: a loader's worker unblocks them when it is shielded (see `shield`), any
-other process at its start.
+torch would conclude that the workers forked from it were dead. The server ends with the rank in any case. The processes
+that the server forks start with the signals blocked: a loader's worker unblocks them when its handler is installed (see
+`shield`), and any other process unblocks them at its start.
 """
 
 import signal

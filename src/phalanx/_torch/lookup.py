@@ -25,7 +25,7 @@ from phalanx._torch.names import (
     Name,
 )
 
-if TYPE_CHECKING:  # not at run time: while torch is being imported, it calls our plugin, which needs this module
+if TYPE_CHECKING:  # not at run time: the import of torch runs our plugin, which imports this module
     import torch
 
 __all__ = [
@@ -59,7 +59,7 @@ def __getattr__(key: str) -> Any:
 
 
 def _find(path: str) -> Any:
-    """Return the object at a dotted path, and import the modules on the way.
+    """Return the object at a dotted path; import the modules along the path.
 
     Raises:
         ImportError: There is no such object.
@@ -68,7 +68,7 @@ def _find(path: str) -> Any:
     found: Any = importlib.import_module(names[0])
     for i, name in enumerate(names[1:], 2):
         below = ".".join(names[:i])
-        if below in sys.modules:  # not getattr: torch.distributed.rendezvous is a function and a module
+        if below in sys.modules:  # torch.distributed.rendezvous is a module and a function; getattr finds the function
             found = sys.modules[below]
         else:
             found = getattr(found, name) if hasattr(found, name) else importlib.import_module(below)
@@ -76,7 +76,7 @@ def _find(path: str) -> Any:
 
 
 def missing(path: str, use: str) -> ImportError:
-    """Return the error of a name that this torch lacks."""
+    """Return the error for a name that this torch lacks."""
     import torch
 
     return ImportError(
@@ -101,7 +101,7 @@ def attribute_of(value: object, attribute: str) -> Any:
     """Return one of `ATTRIBUTES` of an object.
 
     Raises:
-        ImportError: This torch's objects do not have it.
+        ImportError: The object lacks the attribute in this version of torch.
     """
     try:
         return getattr(value, attribute)
@@ -116,9 +116,9 @@ def attribute_of(value: object, attribute: str) -> Any:
 def begin_event(name: str, inputs: Iterable[torch.Tensor]) -> Callable[[], None]:
     """Open an event of the profiler with the shapes of `inputs`, and return a function that closes it.
 
-    Events may be closed in any order: an event is closed on another thread, so that the profiler takes it for an
-    asynchronous event, which need not nest in others. torch before 2.13 would lose such an event, so there it is closed
-    on the calling thread.
+    Events may be closed in any order: each is closed on another thread, so the profiler treats it as an asynchronous
+    event, which need not nest in other events. torch before 2.13 would lose an event that is closed on another thread,
+    so there the calling thread closes it.
     """
     try:
         enter, leave = __getattr__("record_function_enter"), __getattr__("record_function_exit")
@@ -142,7 +142,7 @@ def begin_event(name: str, inputs: Iterable[torch.Tensor]) -> Callable[[], None]
 
 
 def keep_from_compiler(codes: Iterable[CodeType]) -> None:
-    """Keep torch.compile from compiling functions, given by their code; a graph that calls one breaks there."""
+    """Keep torch.compile from compiling the functions with these code objects; a graph breaks at their calls."""
     try:
         strategy, action = __getattr__("FrameExecStrategy"), __getattr__("FrameAction")
         choose = __getattr__("set_code_exec_strategy")
@@ -154,7 +154,7 @@ def keep_from_compiler(codes: Iterable[CodeType]) -> None:
 
 
 def gloo_options(**given: Any) -> Any:
-    """Return options of ProcessGroupGloo: `timeout`, `threads`, `devices`."""
+    """Return options for ProcessGroupGloo, with the given `timeout`, `threads` or `devices`."""
     options = __getattr__("GlooOptions")()
     for name, value in given.items():
         attribute_of(options, f"_{name}")
@@ -175,7 +175,7 @@ def outside_of_workers() -> Iterator[None]:
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the module that torch.compile has wrapped in `module`; None if it has wrapped none."""
+    """Return the module that torch.compile has wrapped in `module`; None if `module` is not such a wrapper."""
     from torch import nn
 
     if type(module).__name__ != "OptimizedModule" and not hasattr(module, "_orig_mod"):
@@ -190,15 +190,15 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module | None:
 def devices_of_new_group(own: str) -> dict[str, str]:
     """Return the devices of the group that torch is making, and the backend of each.
 
-    torch calls a backend's creator in a loop over the devices. It tells the creator only one device, and the loop ends
-    when the creator returns a ProcessGroup. So the devices are read from torch's stack: from the nearest local variable
-    of any name that is a BackendConfig.
+    torch calls a backend's creator in a loop over the devices. It passes the creator only one device, and the loop ends
+    when the creator returns a ProcessGroup. So the devices are read from torch's stack: from the BackendConfig in the
+    nearest frame of torch that has a local variable of this type, whatever its name.
 
     Args:
-        own: Name of the backend whose creator asks.
+        own: Name of the backend whose creator calls this function.
 
     Raises:
-        ImportError: There is no such variable, and this machine has a device beside the CPU.
+        ImportError: There is no such variable, and this machine has an accelerator.
     """
     import torch
     import torch.distributed as dist
@@ -223,7 +223,7 @@ def wrap_making_of_groups(wrap: Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def begin_workers_with(around: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Make torch set a worker's signal handlers inside a context. Call it in a process that is to become a worker."""
+    """Make torch set a worker's signal handlers inside a context. Call this in a process before it becomes a worker."""
     from torch.utils.data._utils import signal_handling
 
     begin = __getattr__("begin_worker")
@@ -236,7 +236,7 @@ def begin_workers_with(around: Callable[[], contextlib.AbstractContextManager[No
 
 
 def backend_argument(frame: FrameType) -> str | None:
-    """Return the argument `backend` of the ``init_process_group`` that a frame runs, "" if none was given.
+    """Return the `backend` argument of the ``init_process_group`` call that a frame runs; "" if it was not given.
 
     For any other frame, return None. The argument is read from the frame because torch passes the backend neither to
     its rendezvous nor to a store.

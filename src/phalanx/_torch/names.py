@@ -1,8 +1,8 @@
 """The table of torch's private names, with replacements for those that can be replaced.
 
-Any version of torch may drop a private name. The table says for each name where it is found, what it is for, and what
-is lost without it. A missing name is replaced, with a warning that says what is lost. If it can't be replaced, its
-first use raises an ImportError with the name and the version of torch.
+Any version of torch may drop a private name. The table says for each name where torch defines it, what phalanx uses it
+for, and what is lost without it. A missing name is replaced, with a warning that says what is lost. If the name can't
+be replaced, its first use raises an ImportError that states the name and the version of torch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Name(NamedTuple):  # importing dataclasses would take a third of the time 
     Attributes:
         path: Dotted path of the name in torch.
         use: Purpose for which phalanx needs it.
-        loses: Effect of its absence; empty if the name can't be replaced, so that its use raises ImportError.
-        instead: Replacement, used with a warning; None if the caller replaces it or nothing does.
+        loses: Effect of the name's absence; empty if the name can't be replaced, so that its use raises ImportError.
+        instead: Replacement, used with a warning; None if the caller provides the replacement or there is none.
     """
 
     path: str
@@ -73,7 +73,7 @@ def _disable_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load_nothing() -> None:
-    """Stand in for torch's worker loop, if torch lacks it: no process runs this function."""
+    """Replace torch's worker loop if torch lacks it; no process ever runs this function."""
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------
@@ -246,26 +246,26 @@ ATTRIBUTES = {
     "_threads": ("torch.distributed.ProcessGroupGloo._Options", "to bound Gloo's threads"),
     "_devices": ("torch.distributed.ProcessGroupGloo._Options", "to say on which address Gloo listens"),
 }
-"""Private attributes of torch's objects: the class or module that has each, and its use. All of them must exist."""
+"""Private attributes of torch's objects, each with its class or module and its use. All of them must exist."""
 
 MARK_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of a module that lists the parameters for DistributedDataParallel to ignore; torch's DDP reads it, too."""
+"""Attribute of a module: the names of parameters that DistributedDataParallel ignores; torch's DDP reads it, too."""
 MARK_STEPS_IN_BACKWARD = "_in_backward_optimizers"
-"""Attribute that torch sets on parameters whose optimizer steps in backward, by which such a model is refused. If torch
-renames it, the model is accepted."""
+"""Attribute that torch sets on parameters whose optimizer steps in backward. A model with such parameters is refused;
+if torch renames the attribute, the model is accepted."""
 HOOKS_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Attributes in which optimizers keep hooks; an optimizer with hooks is not divided. If torch renames them, it is, and
-a hook sees only parts of the parameters."""
+"""Attributes in which optimizers keep hooks. The step of an optimizer with hooks is not divided. If torch renames the
+attributes, it is divided, and a hook sees only parts of the parameters."""
 PARTS_OF_SCHEDULER = "_schedulers"
 MILESTONES_OF_SCHEDULER = "_milestones"
-"""Attributes in which SequentialLR and ChainedScheduler keep their schedules, and SequentialLR the steps at which they
-take turns. If torch renames them, the schedules within are not checked."""
+"""The first attribute holds the schedules within a SequentialLR or a ChainedScheduler; the second holds the steps at
+which a SequentialLR switches to the next schedule. If torch renames them, the schedules within are not checked."""
 SCHEDULER_COUNTERS = frozenset({"_last_lr", "_step_count", "_is_initial", "_get_lr_called_within_step"})
-"""Counters that schedulers keep among their hyperparameters. If torch adds one, it looks like a changed hyperparameter,
-and a run refuses to resume itself."""
+"""Counters that schedulers keep among their hyperparameters. If torch adds a counter, it looks like a changed
+hyperparameter, and a run refuses to resume from its own checkpoint."""
 
 OVERRIDDEN = {
-    "torch.distributed.ProcessGroup": (  # the last four only before torch 2.14
+    "torch.distributed.ProcessGroup": (  # the last four exist only before torch 2.14
         *("_get_backend_name", "_get_sequence_number_for_group", "_allgather_base", "_reduce_scatter_base"),
         *("_start_coalescing", "_end_coalescing"),
     ),

@@ -16,7 +16,7 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
     Args:
         value: Tensor, or container of tensors and anything else.
-        path: Name of `value`; with ``batch``, paths look like ``batch['image'][0]`` and ``batch.mask``.
+        path: Name of `value`, with which every path begins; ``"batch"`` gives paths such as ``batch['image'][0]``.
     """
     if isinstance(value, Tensor):
         yield path, value
@@ -32,12 +32,12 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return a batch, or a model's arguments, with its tensors on the device; dataclasses stay as they are."""
+    """Return a batch, or a model's arguments, with all tensors moved to the device, except those in dataclasses."""
     return with_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a batch, or a model's arguments, with each of its tensors changed; dataclasses stay as they are."""
+    """Return a batch, or a model's arguments, with `change` applied to all tensors, except those in dataclasses."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -53,8 +53,8 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def num_collated(batch: Any, num_samples: int) -> int:
     """Return how many of `num_samples` samples a collate function kept in a batch.
 
-    That is the first dimension of the tensors, if all have the same one and it is smaller than `num_samples`; otherwise
-    `num_samples`.
+    The result is the tensors' first dimension if that is the same for all tensors and smaller than `num_samples`;
+    otherwise it is `num_samples`.
     """
     lengths = {len(tensor) if tensor.dim() else num_samples for _, tensor in tensors_in(batch)}
     return min(lengths.pop(), num_samples) if len(lengths) == 1 else num_samples

@@ -1,26 +1,26 @@
 """Phalanx in the place of Gloo: every group that asks for ``gloo``, or for torch's CPU default, is phalanx's.
 
-``PHALANX_REPLACE=gloo`` takes effect at the end of ``import torch``: in every process of a job, and before any group is
-made. From torch 2.14 on, Gloo is a plugin that torch looks up by name and registers only if nobody has done so; we
-register the name first. Older versions call `ProcessGroupGloo` in `_new_process_group_helper`; see `stand_in`.
+``PHALANX_REPLACE=gloo`` takes effect at the end of ``import torch``, and thus in every process of a job and before any
+group is made. From torch 2.14 on, Gloo is a plugin that torch looks up by name and registers only if the name is free;
+phalanx registers the name first. Older versions call `ProcessGroupGloo` in `_new_process_group_helper`; see `stand_in`.
 
-The name, the tables that programs look into and `ProcessGroupGloo` itself stay as they are. Any failure (an ImportError
-while a group is made, an unknown word in the variable, a plugin that can't be set up) prints a line on stderr, and
-torch makes its own Gloo. Only the last step of the replacement takes effect, so Gloo is never replaced only in part.
+The backend's name, torch's tables of backends, which programs may read, and `ProcessGroupGloo` itself do not change.
+Any failure (an ImportError while a group is made, an unknown word in the variable, a plugin that can't be set up)
+prints a line on stderr, and torch makes its own Gloo. Only the last step of the replacement takes effect, so Gloo is
+never replaced only in part.
 
 **A rank without the replacement** waits inside Gloo, where other ranks can't reach it. But its Gloo has written an
-address into the group's store. A rank that waits in vain for it finds the address there, and names the rank in its
-error. If the ranks compare their records when they meet, every rank learns of it, because each record says whether its
-rank replaces Gloo.
+address into the group's store. A rank whose wait for that rank times out finds the address in the store, and its error
+says that the missing rank uses Gloo. If the ranks compare their records when they meet, all ranks see the difference at
+once, because each record says whether its rank replaces Gloo.
 
-**torchcomms:** if it is installed and asked for, torch asks it before any plugin; a line on stderr says so.
+**torchcomms:** if it is installed and enabled, torch gives it precedence over any plugin; a line on stderr says so.
 
-**Tensors of a GPU.** Gloo takes them in collectives, though not in messages. The ranks make a real Gloo group at the
-first such collective, where all of them are present. A barrier before that names any rank that called something else.
-Both devices share one backend, as in torch, which would drop a second backend of type GLOO.
+**Tensors of a GPU.** Gloo accepts them in collectives, though not in messages. The ranks make a real Gloo group at the
+first collective on GPU tensors, which all ranks call. A barrier before that reports any rank that called something
+else. Both devices share one backend, as in torch, which would drop a second backend of type GLOO.
 
-Every ``import torch`` runs this module where the variable is set; ``python -m bench.imports`` measures what that
-costs.
+If the variable is set, every ``import torch`` runs this module; ``python -m bench.imports`` measures the cost.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _said: set[str] = set()
 
 
 def origin() -> str:
-    """Return what replaced Gloo: ``PHALANX_REPLACE`` or ``phalanx.replace_gloo()``; "" if it is not replaced."""
+    """Return what replaced Gloo: ``PHALANX_REPLACE`` or ``phalanx.replace_gloo()``; "" if Gloo is not replaced."""
     return _origins[0] if _origins else ""
 
 
@@ -50,7 +50,7 @@ def say_once(line: str) -> None:
 
 
 def obey() -> None:
-    """Replace Gloo if PHALANX_REPLACE says so; for an unknown word, print a line on stderr."""
+    """Replace Gloo if PHALANX_REPLACE asks for it; if the variable holds an unknown word, print a line on stderr."""
     environ = _env.environment()
     word = environ.get(_env.REPLACE_VARIABLE, "")
     if _env.MISTAKEN_FOR_REPLACE in environ and not word:
@@ -67,14 +67,14 @@ def obey() -> None:
 
 
 def obey_script() -> None:
-    """Call `obey` at a script's ``import torch``, if torch was imported before the script ran.
+    """Call `obey` again when a script imports torch in a rank whose torch was already loaded before the script ran.
 
-    The script may have set the variable in the meantime.
+    Since then, the script may have set PHALANX_REPLACE.
     """
     if _env.environment().get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
         try:
             obey()
-        except Exception as error:  # must not break the script's import
+        except Exception as error:  # an error here must not break the script's import
             say_once(f"{_env.REPLACE_VARIABLE} can't be obeyed at import torch: {error!r}")
 
 
@@ -82,7 +82,7 @@ def begin(who: str) -> None:
     """Put phalanx in the place of Gloo in this process; phalanx must be registered as a backend already.
 
     Args:
-        who: Variable or function that asks for it, which ``phalanx doctor`` shows.
+        who: Variable or function that asks for the replacement; ``phalanx doctor`` shows it.
     """
     import torch.distributed as dist
 
@@ -109,7 +109,7 @@ def begin(who: str) -> None:
 
 
 class _AsPlugin:
-    """The replacement from torch 2.14 on, where Gloo is a plugin: torch uses the first backend under that name."""
+    """The replacement from torch 2.14 on, where Gloo is a plugin: torch uses the first backend registered as gloo."""
 
     @classmethod
     def install(cls) -> None:
@@ -139,7 +139,7 @@ class _AsPlugin:
 
 
 def _make(options: Any, backend_options: Any) -> Any:
-    """Return a group of phalanx in the place of Gloo's; print why and return None if it must be Gloo's."""
+    """Return a group of phalanx in place of a Gloo group; if phalanx can't be loaded, print why and return None."""
     create: Any = _torch.backend_plugins["PHALANX"].creator_fn
     try:
         return create(options, backend_options, own=_GLOO)
@@ -149,7 +149,7 @@ def _make(options: Any, backend_options: Any) -> Any:
 
 
 def _note_direct_uses(gloo: Any) -> None:
-    """Log at debug level when a program makes a `ProcessGroupGloo` by name, because that one is not replaced."""
+    """Log at debug level when a program makes a `ProcessGroupGloo` by name, because such a group is not replaced."""
     made = gloo.__init__
 
     def __init__(self: Any, *args: Any, **named: Any) -> None:

@@ -1,22 +1,22 @@
 """Shields processes that load data for a rank from the signals that ask the rank to save.
 
-A launcher, a service manager or Slurm may send a signal to every process of a job. If it ended a loader's worker, torch
-would take that for a failure, and the rank would have no time left to save. So workers, torch's own included, are
-shielded by a handler in C (``csrc/process/shield.h``). A rank ends its workers by SIGTERM, so the handler obeys a
-signal only if the sender's pid is the rank's; once the rank is gone, it obeys every sender.
+A launcher, a service manager or Slurm may send a signal to every process of a job. If the signal ended a loader's
+worker, torch would report a failure, and the rank would have no time left to save. So workers, torch's own included,
+are shielded by a handler in C (``csrc/process/shield.h``). A rank ends its workers with SIGTERM, so the handler obeys a
+signal if the sender is the rank; once the rank has ended, the handler obeys every sender.
 
-- **Not by ignoring the signals:** torch and multiprocessing end workers by a signal, and wait until they have ended.
+- **Not by ignoring the signals:** torch and multiprocessing end workers with a signal, and wait until they have ended.
 - **Not by blocking them for good:** a program that a worker starts would inherit the mask.
-- **When.** The handler is installed when a worker begins, and again after torch has installed its own. Until then,
-  which takes seconds if a worker imports torch anew, the signals are blocked: the rank blocks them around
-  `Process.start`, and the mask survives fork and exec. A signal that arrives meanwhile is delivered later with its
-  sender's pid, so it is handled like any other. If a module starts a program while a worker imports it, the signals
-  stay blocked in that program.
-- **How.** Every start method calls `Process.start`, which is wrapped so that the worker's target installs the handler
-  first. Neither a variable nor a plugin is needed.
+- **When.** The handler is installed when a worker begins, and again after torch has installed its own handler. Until
+  then, the signals are blocked, for seconds if a worker imports torch anew: the rank blocks them around
+  `Process.start`, and the mask survives fork and exec. A signal that arrives while it is blocked is delivered later
+  with its sender's pid, so the handler treats it like any other. If a worker imports a module that starts a program
+  before the handler is installed, the signals stay blocked in that program.
+- **How.** Every start method calls `Process.start`. Phalanx wraps it so that a worker first installs the handler.
+  Neither a variable nor a plugin is needed.
 - **Python's fork server**, the default since Python 3.14, blocks the signals for good (see `forkserver`). Loader
-  workers that it forks unblock them when the handler is installed, other processes at their start. At its end, a rank
-  kills workers that still have them blocked.
+  workers that the server forks unblock the signals when the handler is installed; other processes unblock them at their
+  start. When a rank ends, it kills workers in which the signals are still blocked.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _AGAIN_S = 0.5
 def watch() -> None:
     """Shield the loader workers that this process starts from now on, including those of torch's own loaders.
 
-    A worker obeys only signals from this process, and after the end of this process those of every sender. Until the
-    worker's handler is installed, the signals are blocked: a process inherits the mask from the thread that starts it,
-    also through exec.
+    A worker obeys only signals from this process; after this process has ended, the worker obeys every sender. Until
+    the worker's handler is installed, the signals are blocked: a process inherits the mask from the thread that starts
+    it, also through exec.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -86,9 +86,9 @@ def _held_back() -> Iterator[None]:
 
 
 def _start_tracker(process: Any) -> None:
-    """Start multiprocessing's resource tracker, which unblocks signals, so that a worker's start need not start it.
+    """Start multiprocessing's resource tracker now, because the start of a tracker unblocks signals; block them again.
 
-    Only a worker that is not forked needs the tracker.
+    Otherwise, the tracker would be started, and the signals unblocked, inside the start of a worker that is not forked.
     """
     import multiprocessing
     from multiprocessing import resource_tracker
@@ -108,7 +108,7 @@ def _work(loop: Callable[..., object], *args: Any) -> None:
 
 @contextlib.contextmanager
 def _hear_owner() -> Iterator[None]:
-    """Install the handler, which obeys only the rank, at the end of a block in which torch may install its own."""
+    """Install the handler, which obeys only the rank, at the end of a block in which torch may install another."""
     import multiprocessing
 
     from phalanx import _core
@@ -122,10 +122,11 @@ def _hear_owner() -> Iterator[None]:
 
 
 def _end_workers(pid: int) -> None:
-    """End the workers that still run at the end of this process, before multiprocessing would do so.
+    """End the workers that still run when this process ends, before multiprocessing tries to end them.
 
-    multiprocessing signals each worker once and waits forever. But its signal is lost if the same signal from another
-    sender is pending, and a worker whose handler is not yet installed has the signal blocked.
+    multiprocessing sends each worker one signal and then waits forever. That signal is lost if the same signal from
+    another sender is pending, and it has no effect on a worker whose handler is not yet installed, because it is
+    blocked there.
     """
     import multiprocessing
 

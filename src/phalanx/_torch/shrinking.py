@@ -1,8 +1,7 @@
 """Makes torch's `shrink_group` return the group that a backend provides.
 
-torch wraps the backend that `shrink` returns in a plain group named gloo. That group would have none of the methods of
-our groups, and the logger of torch's DDP would read our backend as if it were Gloo's. So a backend may provide its own
-group.
+torch wraps the backend that `shrink` returns in a plain group named gloo. This group would lack the methods of our
+groups, and the logger of torch's DDP would cast our backend to Gloo's class. So a backend may provide its own group.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ def return_own_groups(group_of: Callable[[Any], Any]) -> None:
         group = group_of(new_backend)
         if group is None:
             return torchs(new_backend, remaining_ranks, metadata, is_default_group)
-        # torch lists ranks of the group here where it needs global ranks, and does not renumber those of the world.
+        # torch passes ranks within the group here, although its caller needs global ranks, which shrinking the world
+        # does not renumber.
         remaining_ranks[:] = group.global_ranks
         _torch.set_group_name(group, metadata["new_group_name"])
         _torch.set_group_desc(

@@ -1,8 +1,8 @@
-"""Makes groups of phalanx where torch 2.11 to 2.13 would make Gloo's, which is not yet a plugin in these versions.
+"""Makes phalanx groups in place of Gloo groups in torch 2.11 to 2.13, where Gloo is not yet a plugin.
 
-Their `_new_process_group_helper` calls `ProcessGroupGloo`, a global of its module. While that function runs, the global
-is a stand-in, which makes phalanx's group; `isinstance` with the stand-in accepts that group. Neither torch's tables
-nor the class `ProcessGroupGloo` change.
+In these versions, `_new_process_group_helper` calls `ProcessGroupGloo`, a global of its module. While that function
+runs, the global is a stand-in, which makes phalanx's group; `isinstance` with the stand-in accepts that group. Torch's
+tables and the class `ProcessGroupGloo` do not change.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from phalanx._torch.lookup import wrap_making_of_groups
 
 
 def install(make: Callable[[Any, Any], Any]) -> None:
-    """Let `make` make every group for which torch would use Gloo.
+    """Make torch call `make` for every group for which it would use Gloo.
 
     Args:
         make: Function that takes a group's options and the user's ``pg_options``. It returns the group, or None if
-            torch should make it with Gloo.
+            torch should make a Gloo group.
     """
 
     def wrap(torchs: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +43,7 @@ def install(make: Callable[[Any, Any], Any]) -> None:
 
 
 class _StandIn:
-    """Takes the place of `ProcessGroupGloo` while torch makes a group; a call of it makes phalanx's group.
+    """Takes the place of `ProcessGroupGloo` while torch makes a group; a call of the stand-in makes phalanx's group.
 
     Args:
         gloo: torch's class.
@@ -65,7 +65,7 @@ class _StandIn:
         return group
 
     def __instancecheck__(self, instance: object) -> bool:
-        """Whether torch may take `instance` for the group that it wanted."""
+        """Return True, so that torch accepts the group of phalanx as a `ProcessGroupGloo`."""
         return True
 
     def __getattr__(self, name: str) -> Any:

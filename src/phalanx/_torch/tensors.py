@@ -1,8 +1,8 @@
 """Tests whether a tensor's elements lie in CPU memory, and whether its storage holds all of them.
 
 A tensor with its elements in CPU memory is called dense here. The address of any other tensor (a DTensor, a FakeTensor,
-one wrapped by torch.func) is meaningless until torch's dispatcher has unwrapped it. The dispatch keys tell the two
-kinds apart, whatever the class of the tensor.
+one wrapped by torch.func) is meaningless until torch's dispatcher has unwrapped it. The dispatch keys distinguish the
+two kinds, whatever the class of the tensor.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from phalanx import _torch
 from phalanx._torch import dispatch_keys
 
-# The keys of dense CPU tensors. If there is any other key, the memory must not be touched without the dispatcher.
+# The keys of dense CPU tensors. The memory of a tensor with any other key must be accessed through the dispatcher only.
 _DENSE_KEYS = frozenset(
     {"CPU", "QuantizedCPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU", "Conjugate", "Negative"}
 )
@@ -21,11 +21,11 @@ _OWN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class Overridden(TypeError):
-    """The tensor is dense, but its class may override torch's functions, outside `DisableTorchFunctionSubclass`."""
+    """A dense tensor's class may override torch's functions, and `DisableTorchFunctionSubclass` is not active."""
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in memory, possibly strided, conjugated or negated; `is_stored` checks the storage."""
+    """Whether the elements lie in CPU memory, possibly strided, conjugated or negated; see also `is_stored`."""
     raw = dispatch_keys(tensor).raw_repr()
     dense = _are_dense.get(raw)
     if dense is None:

@@ -1,6 +1,6 @@
-"""Prints a line about groups of torch's own Gloo, which are not verified, where PHALANX_VERIFY asks for verification.
+"""Prints a line if PHALANX_VERIFY asks for verification but a group is torch's own Gloo, which is not verified.
 
-Without that line, a script on Gloo would run silently, as if all its results had been compared.
+Without that line, the user of a script on Gloo would believe that all results had been compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _noted(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
     def new_process_group_helper(*args: Any, **named: Any) -> Any:
         made = make(*args, **named)
-        with contextlib.suppress(Exception):  # the line must not fail the job
+        with contextlib.suppress(Exception):  # an error here must not fail the job
             if _is_gloos(made[0]) and made[0].rank() == 0:
                 say_once(f"{_env.VERIFY_VARIABLE}: {_why_nothing_is_verified()}")
         return made

@@ -1,10 +1,10 @@
-"""A debugger in one rank of a job, while the others wait for as long as it takes.
+"""A debugger in one rank of a job; the other ranks wait until the rank continues, without a time limit.
 
-Start with `breakpoints`, then `prompt`. Nothing here picks a rank or opens a debugger from outside: the command
-`diagnose.attach` does that, and talks to `attached` in the rank.
+Start with `breakpoints`, then `prompt`. Nothing here picks the rank for a debugger that is opened from outside: the
+command in `diagnose.attach` picks the rank, and talks to `attached` in that rank.
 """
 
 HELD_BY = "a debugger at "
-"""Text that a rank in a debugger writes into the control blocks of its groups, followed by its line."""
+"""Start of the text that a rank in a debugger writes into the control blocks of its groups; the rank's line follows."""
 IN_DEBUGGER, AT_BREAKPOINT = "debugger", "phalanx.breakpoint"
-"""Phases in the black box of a rank: it is in a debugger, or it waits at a breakpoint for a rank that is."""
+"""Phases in a rank's black box: the rank is in a debugger, or waits at a breakpoint for the rank in the debugger."""

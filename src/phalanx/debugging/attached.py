@@ -1,11 +1,11 @@
 """The rank's side of ``phalanx attach``: a signal opens pdb, which talks to the terminal that the command lends.
 
-Only Python 3.14 and newer can be told from outside to run code (PEP 768); a signal works with every version. A rank
-sets the handler after the fork and before the script, unless somebody has set one. The command lends its terminal at a
-socket, whose path it writes into the launcher's notes; ranks read them through ``/proc``. Then it sends the signal. The
-rank asks the kernel which user lends the terminal. The prompt opens within the handler, because it may take long until
-the next line of the script runs. This does not work between containers, because the socket may lie in another file
-system than the rank's.
+A debugger can make Python 3.14 and newer run code from outside (PEP 768), but a signal works with every version. A rank
+sets the signal's handler after the fork and before the script, unless the signal already has a handler. The command
+lends its terminal through a socket and writes the socket's path into the launcher's notes, which ranks read through
+``/proc``. Then the command sends the signal. The rank asks the kernel which user lends the terminal. The prompt opens
+within the handler, because it may take long until the next line of the script runs. This does not work between
+containers, because the rank may not see the file system that contains the socket.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from phalanx import _env
 from phalanx.debugging.terminal import borrow_terminal
 from phalanx.rendezvous.launched import Launch
 
-SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9  # systems without SIGRTMIN have no phalanx run either
-"""Signal that opens a debugger in a rank. By default it ends a process, so first check that the rank handles it."""
+SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9  # `phalanx run` does not support systems without SIGRTMIN
+"""Signal that opens a debugger in a rank. Its default action ends a process, so check that the rank handles it."""
 
 _is_open = False
 
@@ -28,7 +28,7 @@ _is_open = False
 def listen() -> None:
     """Allow ``phalanx attach`` in this process, unless the script handles the signal or there is no launcher."""
     if _launch() is not None:
-        with contextlib.suppress(ValueError):  # raised in other threads than the main one
+        with contextlib.suppress(ValueError):  # raised in any thread but the main one
             if signal.getsignal(SIGNAL) == signal.SIG_DFL:
                 signal.signal(SIGNAL, _open)
 
@@ -44,8 +44,8 @@ def _open(_: int, frame: FrameType | None) -> None:
         return
     terminal = borrow_terminal(launch.lender_for(os.getpid()), launch.rank)
     if terminal is None:
-        return  # whoever sent the signal has given up
-    from phalanx.debugging.prompt import Prompt  # here, because jobs should not import pdb at their start
+        return  # the sender of the signal no longer lends its terminal
+    from phalanx.debugging.prompt import Prompt  # imported here, because jobs should not import pdb at their start
 
     def do_nothing() -> None:
         pass

@@ -1,13 +1,14 @@
-"""`phalanx.breakpoint`: every rank stops at a line of the script, and one of them has the debugger.
+"""`phalanx.breakpoint`: every rank stops at a line of the script, and one rank opens the debugger.
 
-Ranks meet in the default group's store, under a key that names the line and how often it was reached. So if a condition
-keeps a rank from one line, the ranks still meet at the next. The rank with the debugger enters pdb, and the others
-wait, with any backend, until it releases them through the store. It does so when the user leaves its prompt for the
-first time, so that the others take part if the user then steps over a collective.
+Ranks meet in the default group's store, under a key that contains the line and how often it was reached. So if a
+condition keeps a rank from one line, the ranks still meet at the next line. One rank enters pdb, and the other ranks
+wait, with any backend, until that rank releases them through the store. It does so when the user leaves its prompt for
+the first time, because the other ranks must take part if the user then steps over a collective.
 
 In a thread other than the main one, ``quit`` ends the process, because ``SystemExit`` would end only the thread. A rank
-counts as being in the debugger until its last thread has left it. A forked worker of a data loader does not meet the
-ranks: it shares its rank's connection to the store, which two processes can't use at once.
+counts as being in the debugger until the last of its threads has left the debugger. A forked worker of a data loader
+does not meet the ranks, because it shares its rank's connection to the store, and two processes can't use one
+connection at the same time.
 """
 
 from __future__ import annotations
@@ -33,30 +34,32 @@ from phalanx.host.network import host_identity
 from phalanx.record import writer
 from phalanx.rendezvous.launched import Launch, start_time
 
-_LOOK_S, _CHECK_S = 0.1, 0.5  # intervals at which a waiting rank looks for its release, and checks that one can come
-_TELL_S = 5.0  # time after which a waiting rank says for whom it waits
+# intervals at which a waiting rank checks for its release, and for the end of the rank that must release it
+_LOOK_S, _CHECK_S = 0.1, 0.5
+_TELL_S = 5.0  # time after which a waiting rank prints for which rank it waits
 _QUIT, _GOES_ON = "quit", "goes on"
 
 _num_stops: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = weakref.WeakKeyDictionary()  # by group and line
 
 
 def breakpoint(rank: int | None = None) -> None:
-    """Stop every rank here: one gets the terminal with pdb, and the others wait for as long as it takes.
+    """Stop every rank here: one rank opens pdb at the terminal, and the other ranks wait, without a time limit.
 
-    All ranks continue when the one with the debugger does, by ``continue`` or by the first ``next`` or ``step``. Ranks
-    that wait for it in a collective of the phalanx backend, now or while it is stepped, do not time out. ``quit`` and
-    Ctrl-D end the job. Without a terminal to type at, one line says so and every rank continues.
+    All ranks continue when the rank with the debugger continues, after ``continue`` or the first ``next`` or ``step``.
+    Other ranks do not time out while they wait for this rank in a collective of the phalanx backend, even if the user
+    steps through its code later. ``quit`` and Ctrl-D end the job. If there is no terminal to type at, a line says so
+    and every rank continues.
 
-    Works under ``phalanx run``, torchrun, and for ranks started by hand. Before there is a process group, and in the
-    workers of a data loader, only the rank with the debugger stops. ``PYTHONBREAKPOINT=phalanx.breakpoint`` makes it
-    Python's own ``breakpoint()``.
+    This works under ``phalanx run``, under torchrun, and for ranks started by hand. Before there is a process group,
+    and in the workers of a data loader, only the rank with the debugger stops. With
+    ``PYTHONBREAKPOINT=phalanx.breakpoint``, Python's own ``breakpoint()`` calls this function.
 
     Args:
         rank: Global rank that gets the debugger; default: rank 0.
 
     Raises:
         ValueError: There is no such rank.
-        RankFailed: The rank with the debugger ended while this one waited for it.
+        RankFailed: The rank with the debugger ended while this rank waited for it.
 
     Example:
         >>> phalanx.breakpoint()  # this example has no terminal, so it continues
@@ -73,7 +76,8 @@ def breakpoint(rank: int | None = None) -> None:
 
 
 def _debug(frame: FrameType, rank: int, meeting: _Meeting | None) -> None:
-    is_nested = is_held()  # called at a prompt: a second prompt would wait for the terminal that the first one uses
+    # if called at a prompt: a second prompt would wait for the terminal that the first prompt uses
+    is_nested = is_held()
     terminal = None if is_nested else open_terminal(rank)
     if terminal is None:
         why = "has no terminal for a debugger, so no rank stops"
@@ -145,11 +149,11 @@ class _Meeting:
         self._key = f"phalanx/breakpoint/{place}/{num_stops[place]}"
         self._pids = getattr(dist.group.WORLD, "pids", {})
         self._has_ended = False
-        # Not torch's store, if possible: it may hold the stops of an earlier group.
+        # The group's own store is preferred: torch's store may still hold the stops of an earlier group.
         self._store = JsonStore(getattr(dist.group.WORLD, "life_store", None) or _torch.get_default_store())
 
     def begin(self) -> None:
-        """Tell the others which process has the debugger."""
+        """Publish which process has the debugger."""
         self._tell("who", [host_identity(), os.getpid(), start_time(os.getpid())])
 
     def end(self, how: str) -> None:
@@ -163,11 +167,11 @@ class _Meeting:
         from phalanx.wire.store import StoreGoneError
         from phalanx.wire.waiting import StoreSilentError
 
-        with contextlib.suppress(StoreGoneError, StoreSilentError):  # the others notice a lost store themselves
+        with contextlib.suppress(StoreGoneError, StoreSilentError):  # the other ranks notice a lost store on their own
             self._store.set(f"{self._key}/{what}", value)
 
     def wait(self, chosen: int, own: int) -> None:
-        """Return once the rank with the debugger releases this one.
+        """Return once the rank with the debugger releases this rank.
 
         Raises:
             SystemExit: That rank has quit the debugger.
@@ -229,7 +233,7 @@ def _lost(what: str, own: int, line: str, rank: int) -> RankFailed:
 
 @contextlib.contextmanager
 def _standing(line: str) -> Iterator[None]:
-    """Let the ranks that wait for this one in a collective know that it is at a breakpoint."""
+    """Publish that this rank is at a breakpoint, for the ranks that wait for it in a collective."""
     try:
         from phalanx import _core
     except ImportError:  # not on Linux

@@ -1,11 +1,11 @@
-"""pdb in one rank. Time at its prompt does not count towards the timeouts of ranks that wait for this one.
+"""pdb in one rank. Time at the prompt does not count towards the timeouts of ranks that wait for this rank.
 
-A rank at a prompt locks a byte of the job's shared memory. It opens the memory anew for that (OFD locks belong to an
-open file, and all ranks share the one that was handed over). A rank that waits in any group of that memory checks every
-50 ms whether any byte is locked, and extends its deadline by the time that one is. This works between groups that do
-not know each other. The kernel drops the lock when the process ends, whereas a flag in memory would stay. Waits inside
-Gloo, and ranks on other hosts, still time out. A forked worker of a loader locks its rank's byte through an open file
-of its own.
+A rank at a prompt locks a byte of the job's shared memory. For the lock, it opens the memory again, because an OFD lock
+belongs to an open file, and all ranks share the open file that was handed to them. A rank that waits in any group of
+this memory checks every 50 ms whether any byte is locked, and extends its deadline by the time during which a byte is
+locked. This also works between groups that have no rank in common. The kernel releases the lock when the process ends,
+whereas a flag in memory would remain set. Waits inside Gloo, and ranks on other hosts, still time out. A forked worker
+of a data loader locks its rank's byte through another open file.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _holding = threading.RLock()  # reentrant, because a signal handler may open a p
 
 
 def line_of(frame: FrameType) -> str:
-    """Return the line of a frame, in the form of our messages: ``train.py:31``."""
+    """Return the line of a frame in the form that our messages use: ``train.py:31``."""
     return printable(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
 
 
 @contextlib.contextmanager
 def held(where: str) -> Iterator[None]:
-    """Show the ranks that wait for this one, during a block, that it is in a debugger at `where`. Thread-safe."""
+    """During the block, show ranks that wait for this rank that it is in a debugger at `where`. Thread-safe."""
     core: Any = None
-    with contextlib.suppress(ImportError):  # raised outside Linux, where there are no groups of ours
+    with contextlib.suppress(ImportError):  # raised outside Linux, where there are no phalanx groups
         from phalanx import _core as core
     own = threading.get_ident()
     with _holding:
@@ -57,7 +57,7 @@ def held(where: str) -> Iterator[None]:
 
 
 def is_held() -> bool:
-    """Whether this thread is at a prompt; if it is, the code that it runs was typed there."""
+    """Whether this thread is at a prompt, so that the code that it runs was typed at the prompt."""
     return threading.get_ident() in _held_threads
 
 
@@ -86,8 +86,8 @@ class Prompt(pdb.Pdb):
     """A debugger of this process.
 
     Args:
-        terminal: Terminal of the prompt. It is given back while the program runs, and closed at the end.
-        on_resume: Function called whenever the program resumes, even if only for a line.
+        terminal: Terminal of the prompt. It is given back while the program runs, and closed when debugging ends.
+        on_resume: Function called whenever the program resumes, even if it runs only one line.
         on_quit: Function called by ``quit`` and at the end of the input. Unless it raises, the program resumes.
     """
 
@@ -99,9 +99,9 @@ class Prompt(pdb.Pdb):
         self.prompt = "(Pdb) "
 
     def open_at(self, frame: FrameType) -> None:
-        """Open the prompt at once, in a signal handler that interrupted `frame`; the next line may take long to come.
+        """Open the prompt at once, in the signal handler that interrupted `frame`; the next line may run much later.
 
-        The prompt shows the script's own line; the library frames in which it waits are below.
+        The prompt shows the script's own line; the frames of the library in which the script waits are below that line.
         """
         frame = _scripts(frame)
         self.reset()

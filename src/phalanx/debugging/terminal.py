@@ -1,10 +1,10 @@
-"""The terminal on which a rank's debugger talks: its own, or one that another process lends over a socket.
+"""The terminal of a rank's debugger: the rank's own, or one that another process lends over a socket.
 
-Under ``phalanx run`` a rank asks the supervisor for the terminal, over a socket in a folder that only this user can
-enter. The user's input then goes to that rank instead of the first one, whichever streams of the rank are shown.
-Several debuggers take turns: when one lets its program run, even for a line, it says so, and the supervisor lends the
-terminal to the next. Under other launchers a rank uses its own stdin, if that is a terminal and reading would not stop
-the process; debuggers then take turns by locking the terminal.
+Under ``phalanx run``, a rank asks the supervisor for the terminal, over a socket in a folder that only this user can
+enter. The user's input then goes to that rank instead of the first rank, even if the rank's streams are not shown.
+Several debuggers take turns: when a debugger lets its program run, even for one line, it notifies the supervisor, which
+lends the terminal to the next debugger. Under other launchers, a rank uses its own stdin, if that is a terminal and the
+kernel would not suspend the process for reading from it; debuggers then take turns by locking the terminal.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from phalanx.wire.peer import peer_of
 CONNECT_S = 2.0
 """Time for the other side of a socket to accept a connection."""
 RUNS = "\0"
-"""Byte that a debugger sends when its program runs on, so that others may use the terminal until its next prompt."""
+"""Byte that a debugger sends when its program resumes: other debuggers may use the terminal until its next prompt."""
 
 
 class Terminal:
     """The terminal of a debugger. Several debuggers may share one, and take turns.
 
     Args:
-        connection: Connection to the process that lends its terminal; None: the terminal is this process's own.
-        is_shared: Whether the lender gives it to others while the program runs.
+        connection: Connection to the process that lends its terminal; None for this process's own terminal.
+        is_shared: Whether the lender lends the terminal to other debuggers while this debugger's program runs.
 
     Attributes:
-        stdin, stdout: Files for `pdb.Pdb`; None stands for this process's own streams, which have line editing.
+        stdin, stdout: Files for `pdb.Pdb`; None means this process's own streams, with which pdb offers line editing.
     """
 
     def __init__(self, connection: socket.socket | None = None, is_shared: bool = False) -> None:
@@ -47,7 +47,7 @@ class Terminal:
             self.stdin = connection.makefile("r", encoding="utf-8", errors="replace")
             self.stdout = connection.makefile("w", encoding="utf-8", errors="replace")
         elif not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
-            # If the output is redirected, as with --redirects, the prompt must not go there.
+            # If stdout is redirected, as with --redirects, the prompt must still appear on the terminal.
             self.stdin = open(0, errors="replace", closefd=False)  # noqa: SIM115 until `close`
             self.stdout = open(os.ttyname(0), "w")  # noqa: SIM115
 
@@ -62,30 +62,31 @@ class Terminal:
         self._unlock()
 
     def take(self) -> None:
-        """Wait until no other debugger uses the terminal. If the terminal is lent, the first read waits instead."""
+        """Wait until no other debugger uses the terminal. For a lent terminal, the first read waits instead."""
         if self._connection is None and self._lock < 0:
             self._lock = os.open(os.ttyname(0), os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
-            with contextlib.suppress(OSError):  # the file system has no locks
+            with contextlib.suppress(OSError):  # the file system does not support locks
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def give_back(self) -> None:
-        """Let other debuggers use the terminal until the next `take`."""
+        """Make the terminal available to other debuggers until the next `take`."""
         self._unlock()
         if self._is_shared and self.stdout is not None:
-            with contextlib.suppress(OSError):  # the lender is gone, which the next prompt notices
+            with contextlib.suppress(OSError):  # the lender has ended; the next prompt reports it
                 self.stdout.write(RUNS)
                 self.stdout.flush()
 
     def _unlock(self) -> None:
         if self._lock >= 0:
             with contextlib.suppress(OSError):
-                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child forked meanwhile shares the open file
+                # a child forked since `take` shares the open file and would keep the lock
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = -1
 
 
 def open_terminal(rank: int) -> Terminal | None:
-    """Return a terminal for the debugger of this rank; None if there is none at which a person could type."""
+    """Return a terminal for the debugger of this rank; None if there is no terminal at which the user could type."""
     if path := _env.environment().get(_env.PROMPT_VARIABLE, ""):
         return borrow_terminal(path, rank, is_shared=True)
     with contextlib.suppress(OSError):
@@ -95,7 +96,7 @@ def open_terminal(rank: int) -> Terminal | None:
 
 
 def borrow_terminal(path: str, rank: int, is_shared: bool = False) -> Terminal | None:
-    """Return the terminal that a process of this user lends at a socket; None if there is no such process."""
+    """Return the terminal that a process of this user lends through the socket at `path`; None if there is none."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(CONNECT_S)
@@ -111,7 +112,7 @@ def borrow_terminal(path: str, rank: int, is_shared: bool = False) -> Terminal |
 
 
 def listen_at(path: str) -> tuple[str, socket.socket]:
-    """Return `path`, and a new socket that listens there, at which a terminal can be lent.
+    """Return `path` and a new socket that listens at `path`, for lending a terminal.
 
     Raises:
         OSError: The socket can't be made.
@@ -127,8 +128,8 @@ def listen_at(path: str) -> tuple[str, socket.socket]:
 
 
 def _is_in_background() -> bool:
-    """Whether reading from the terminal would stop this process."""
+    """Whether the kernel would suspend this process if it read from the terminal."""
     try:
         return os.tcgetpgrp(0) != os.getpgrp()
-    except OSError:  # not this session's terminal: torchrun's ranks have their own session
+    except OSError:  # the terminal belongs to another session, because torchrun gives ranks sessions of their own
         return False

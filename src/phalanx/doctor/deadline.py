@@ -1,4 +1,4 @@
-"""A deadline for any call, even one that waits inside native code."""
+"""A deadline for any call, even if the call waits inside native code."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def within(limit_s: float, call: Callable[[], T], is_hopeless: Callable[[], bool
     Args:
         limit_s: Seconds after which the thread is abandoned.
         call: Function to call.
-        is_hopeless: Function, called now and then, that says whether `call` can no longer succeed. The call then has
-            another half second.
+        is_hopeless: Function, called about every half second, that returns whether `call` can no longer succeed. If so,
+            `call` gets another half second.
 
     Raises:
         UnansweredError: `call` did not return in time.

@@ -37,7 +37,7 @@ FLAGS = (
 
 
 def main(args: Sequence[str]) -> int:
-    """Examine this host, or its part of a job; return 1 if there is a problem, 2 for a mistake in the command line."""
+    """Examine this host alone or within a job; return 1 if there is a problem, 2 for a mistake in the command line."""
     environ = _env.environment()
     try:
         role, is_json = read_role(args, environ)
@@ -56,7 +56,7 @@ def main(args: Sequence[str]) -> int:
 def read_role(args: Sequence[str], environ: Mapping[str, str]) -> tuple[HostRole | None, bool]:
     """Return this host's role, and whether to print JSON.
 
-    The role is None if a scheduler started one doctor per rank and this is not the first one on its host.
+    The role is None if a scheduler started one doctor per rank and this doctor is not the first on its host.
 
     Raises:
         UsageError: An argument is wrong, or arguments contradict each other.
@@ -98,7 +98,7 @@ def _role_of(settings: Mapping[str, Setting], environ: Mapping[str, str]) -> Hos
 
 
 def _is_own(host: str) -> bool:
-    """Whether a name or address is this host's: torch's c10d rendezvous is served by the host that it names."""
+    """Whether a name or address belongs to this host, which then serves the c10d rendezvous, as in torch."""
     if host in (socket.gethostname(), socket.getfqdn()):
         return True
     try:

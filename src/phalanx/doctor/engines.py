@@ -1,4 +1,4 @@
-"""Rates the installed engines and an all_reduce on each. The one over MPI also runs here, because it needs no torch."""
+"""Rates the installed engines and an all_reduce with each; runs the all_reduce over MPI, which needs no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from phalanx.doctor.finding import Finding, note, ok, problem, warning
 from phalanx.host.cpus import has_module
 
 _SLOW_IMPORT_S = 10.0
-# Prefixes of variables that another launcher may have set for us; the doctor's own mpirun would obey them.
+# Prefixes of variables that another launcher may have set for this process; the doctor's own mpirun would obey them.
 _FOREIGN = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "SLURM_", "MPI_LOCAL", "HYDI_", "HYDRA_", "I_MPI_")
 _ADVICE = {
     "phalanx": "see /dev/shm, shared memory and limits above; the message says which system call failed",
@@ -32,8 +32,8 @@ def judge_torch(told: Mapping[str, Any] | None, died: str) -> list[Finding]:
     """Rate the import of torch and the installed versions.
 
     Args:
-        told: Facts from the process that imports torch; None: it sent nothing.
-        died: Description of how that process died; empty if it did not.
+        told: Facts from the process that imports torch; None if that process sent nothing.
+        died: Description of how that process died; empty if it is alive.
     """
     todo = f"{os.path.basename(sys.executable)} -c 'import torch' shows the full error; reinstall torch 2.11 or newer"
     if told is None or "error" in told:
@@ -54,7 +54,7 @@ def judge_torch(told: Mapping[str, Any] | None, died: str) -> list[Finding]:
 
 
 def judge_replacement(told: Mapping[str, Any], word: str) -> Finding:
-    """Say whether phalanx replaces Gloo, and who asked for it.
+    """Return a finding: whether phalanx replaces Gloo, and what asked for the replacement.
 
     Args:
         told: Facts from the process that imports torch.
@@ -84,13 +84,13 @@ def judge_engine(result: Mapping[str, Any]) -> Finding:
 
 
 def judge_death(died: str, engine: str) -> Finding:
-    """Return the finding that the process with torch died, perhaps while it tried `engine`."""
+    """Return the finding that the process with torch died; `engine` is the engine that it was trying, or ""."""
     during = f" while {engine} was tried" if engine else ""
     return problem("torch", f"the process that tries the engines{during}: {died}", _ADVICE.get(engine, "see above"))
 
 
 def judge_gpus(gpus: Mapping[str, Any], versions: Mapping[str, Any], num_seen: int) -> list[Finding]:
-    """Compare the GPUs that torch sees with the `num_seen` that the system shows."""
+    """Compare the GPUs that torch sees with the number of GPUs that the system reports, `num_seen`."""
     devices = gpus.get("devices", [])
     if "error" in gpus:
         return [problem("GPU", f"asking for the GPUs: {gpus['error']}", "nvidia-smi; the driver may hang")]
@@ -124,7 +124,7 @@ def examine_mpi(environ: Mapping[str, str], deadline_s: float) -> list[Finding]:
 
 
 def mpi_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for an ``mpirun`` on this host alone, whatever launcher started us."""
+    """Return the environment for an ``mpirun`` on this host alone, whichever launcher started this process."""
     ours = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -140,9 +140,9 @@ def judge_mpi(code: int | None, out: str, err: str, *, deadline_s: float) -> Fin
     """Rate the all_reduce over MPI.
 
     Args:
-        code: Exit code of ``mpirun``; None: it was still running at the deadline.
-        out: Text that it wrote to stdout.
-        err: Text that it wrote to stderr.
+        code: Exit code of ``mpirun``; None if ``mpirun`` was still running at the deadline.
+        out: Text that ``mpirun`` wrote to stdout.
+        err: Text that ``mpirun`` wrote to stderr.
         deadline_s: Time limit of the run.
     """
     told = [json.loads(line.partition(mpi_rank.TOLD)[2]) for line in out.splitlines() if mpi_rank.TOLD in line]

@@ -1,4 +1,4 @@
-"""Runs all tests of one host in order, each with a deadline, and the meeting with the other hosts of a job."""
+"""Runs all tests of one host in order, each with a deadline; then meets the other hosts of the job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from phalanx.host.processes import count_threads
 
 _TEST_S = 5.0  # time limit of one test of the host
 _MPI_S = 8.0
-_MEETING_SLACK_S = 90.0  # added to the time for which hosts wait for each other; the meeting also has its own deadlines
+# added to the time for which hosts wait for each other; the meeting has shorter deadlines of its own
+_MEETING_SLACK_S = 90.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,17 +29,17 @@ class HostRole:
     """This host's role in the job.
 
     Attributes:
-        num_hosts: Number of hosts in the job; MAX with ``--nnodes MIN:MAX``.
+        num_hosts: Number of hosts in the job; with ``--nnodes MIN:MAX``, the maximum.
         least_hosts: Number of hosts with which the job can begin.
         node_rank: Number of this host; meaningless before the meeting if `is_counted`.
-        is_counted: Whether node ranks are assigned in the order in which hosts come (c10d).
-        serves: Whether this is host 0, to which the others connect.
+        is_counted: Whether node ranks are assigned in the order in which hosts arrive (c10d).
+        serves: Whether this is host 0, to which the other hosts connect.
         master_addr: Host or address of host 0.
         master_port: Port on which host 0 listens.
         timeout_s: Seconds that hosts wait for each other.
         num_local_ranks: Number of ranks that the job would start here.
         tries_engines: Whether to run an all_reduce with each engine on local ranks.
-        interface: Network interface towards the master; empty: none.
+        interface: Network interface towards the master; empty if none was found.
         address: Address of this host on that interface.
     """
 
@@ -61,11 +62,12 @@ class Diagnosis:
     """The result of an examination.
 
     Attributes:
-        findings: Findings of this host in the order of the tests; on host 0, also those of the others and of the job.
+        findings: Findings of this host in the order of the tests; on host 0, followed by those of other hosts and of
+            the job.
         hosts: Facts of all hosts.
         level: Worst level of the whole job, which may be worse than that of `findings`.
         role: Role of this host, with its final node rank.
-        is_told_by_first: Whether host 0 prints this host's findings.
+        is_told_by_first: Whether host 0 prints this host's findings, so that this host does not.
         seconds: Duration of the examination.
     """
 
@@ -118,7 +120,7 @@ def examine(role: HostRole, environ: Mapping[str, str], say: Say) -> Diagnosis:
 
 
 def _look_towards_master(role: HostRole) -> tuple[HostRole, list[Finding]]:
-    """Return the role completed with the interface towards the master, and the findings about it."""
+    """Return the role, completed with the interface towards the master, and the findings about the master."""
     towards: list[Interface] = []
 
     def look() -> list[Finding]:
@@ -128,7 +130,7 @@ def _look_towards_master(role: HostRole) -> tuple[HostRole, list[Finding]]:
         return findings
 
     findings = _guarded("master", look)
-    if not towards:  # takes any address: the others may reach this host there nevertheless
+    if not towards:  # use any address, because the other hosts may still reach this host at it
         towards = [one for one in interfaces() if one.is_up and not one.is_loopback and one.address]
     if not towards:
         return role, findings

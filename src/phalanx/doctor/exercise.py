@@ -1,4 +1,4 @@
-"""An all_reduce with each engine, on ranks of the doctor's own: checked once, then timed in a loop.
+"""Runs an all_reduce with each engine, on ranks that the doctor starts: checks it once, then times it in a loop.
 
 The ranks are processes that are killed at a deadline, because an engine that hangs is a finding.
 """
@@ -22,7 +22,7 @@ SIZE_BYTES = 1 << 20
 ITEM_BYTES = 4
 _NUM_WARM_UP = 3
 _LOOP_S, _BUDGET_S = 0.01, 0.2  # durations of one loop, and of all loops together
-_LEAST_S = 1e-6  # shortest duration that counts, however coarse the clock
+_LEAST_S = 1e-6  # least duration to divide by, because a coarse clock may show 0
 _GLOO_S = 5.0
 ABANDONED = "it waited for another host, which had failed"
 
@@ -79,11 +79,11 @@ def _check_and_time(reduce: Callable[[Any, Any], object], rank: int, world_size:
 def time_calls(call: Callable[[], object], most: Callable[[float], float]) -> float:
     """Return the seconds that a call takes in a tight loop; the result is the same on all ranks.
 
-    The fastest of several loops counts, because time that other programs take is not the engine's.
+    The result is from the fastest of several loops, because other programs may have slowed the other loops down.
 
     Args:
         call: Function that runs a collective, once.
-        most: Function that returns the maximum over the ranks, so that all loop equally often.
+        most: Function that returns the maximum of a number over the ranks, so that all ranks run equally many loops.
     """
     fastest_s = most(_loop_s(call, _NUM_WARM_UP)) / _NUM_WARM_UP
     spent_s = 0.0
@@ -103,11 +103,11 @@ def _loop_s(call: Callable[[], object], num: int) -> float:
 
 
 def answered(call: Callable[[], float], others_failed: Callable[[], bool]) -> dict[str, Any]:
-    """Return ``{"seconds": ...}`` of `call`, or ``{"error": text}`` if it failed, hung or was abandoned.
+    """Return ``{"seconds": result}`` of `call`, or ``{"error": text}`` if `call` failed, hung or was abandoned.
 
     Args:
         call: Function that returns a duration in seconds.
-        others_failed: Function, called now and then, that says whether `call` can no longer succeed.
+        others_failed: Function, called about every half second, that returns whether `call` can no longer succeed.
     """
     try:
         return {"seconds": within(2 * _GLOO_S, call, others_failed)}
@@ -118,7 +118,7 @@ def answered(call: Callable[[], float], others_failed: Callable[[], bool]) -> di
 
 
 def run_ranks(engine: str, world_size: int, deadline_s: float) -> dict[str, Any]:
-    """Return ``{"seconds": number}`` of an engine on ranks forked from this process, or ``{"error": text}``.
+    """Time an engine's all_reduce on forked ranks; return ``{"seconds": number}`` or ``{"error": text}``.
 
     Args:
         engine: Backend for ``init_process_group``.
@@ -145,7 +145,7 @@ def run_ranks(engine: str, world_size: int, deadline_s: float) -> dict[str, Any]
 
 
 def in_processes(fn: Callable[[int], dict[str, Any]], num: int, deadline_s: float) -> list[dict[str, Any]]:
-    """Return the result of ``fn(number)`` in each of `num` forked processes, or ``{"error": text}``."""
+    """Call ``fn(number)`` in each of `num` forked processes; return each one's result, or ``{"error": text}``."""
     from phalanx._text import signal_name
     from phalanx.launch.processes.descendants import die_with_parent
 
@@ -166,7 +166,7 @@ def in_processes(fn: Callable[[int], dict[str, Any]], num: int, deadline_s: floa
     results = [_read_result(pipe, ends_s, deadline_s) for pipe in pipes]
     for pid, result in zip(pids, results, strict=True):
         if result.get("hung"):
-            os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
+            os.kill(pid, signal.SIGKILL)  # the process is not reaped yet, so no other process can have its pid
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if not result:
             died = signal_name(-code) if code < 0 else f"exit code {code}"
@@ -182,7 +182,7 @@ def _attempt(fn: Callable[[int], dict[str, Any]], number: int) -> dict[str, Any]
 
 
 def _read_result(pipe: int, ends_s: float, deadline_s: float) -> dict[str, Any]:
-    """Return the result that a process wrote; empty if it died first."""
+    """Return the result that a process wrote; empty if the process died before it wrote one."""
     try:
         if not select.select([pipe], [], [], max(0.0, ends_s - time.monotonic()))[0]:
             return {"error": f"no answer within {deadline_s:g} s", "hung": True}

@@ -19,8 +19,8 @@ class Finding:
         level: Severity, one of `LEVELS`.
         found: Result of the test, in one line.
         todo: Advice; empty if nothing is to be done.
-        facts: Measured numbers for other programs, by name with unit.
-        host: Node rank of the host concerned; None: several hosts.
+        facts: Measured numbers for other programs, by name; the name ends in the unit.
+        host: Node rank of the host that the finding is about; None if it is about several hosts.
     """
 
     topic: str

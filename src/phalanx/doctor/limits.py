@@ -1,4 +1,4 @@
-"""Limits of memory and processes, and tests that shared memory and the watching of processes really work."""
+"""Examines the limits on memory and processes; tests that shared memory and watching processes really work."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from phalanx.host.shared_blocks import unnamed_file
 from phalanx.launch.warm import starter
 
 _RANK_BYTES = 512 << 20  # memory of a rank with torch and a small model
-_LEAST_BYTES = 256 << 20  # memory that importing torch takes, about
+_LEAST_BYTES = 256 << 20  # memory that importing torch takes, approximately
 _SEGMENT_BYTES = 4 << 20  # size of the segment to try: enough for the groups of up to four ranks
 _END_MS = 3000  # time limit for a process to end
-_LITTLE_SWAP_BYTES = 64 << 20  # so much may be swapped out without harm: pages that nobody has touched since boot
+_LITTLE_SWAP_BYTES = 64 << 20  # up to this much, only pages that no process has touched since boot may be swapped out
 _DOCKER_SHM_BYTES = 64 << 20  # size of /dev/shm in a Docker container by default
 
 
@@ -39,7 +39,7 @@ class Limit(NamedTuple):
 
 
 def read_limits() -> dict[str, Limit]:
-    """Return this process's limits by name: AS, MEMLOCK, NOFILE, NPROC."""
+    """Return this process's resource limits AS, MEMLOCK, NOFILE and NPROC, by name."""
     limits = {}
     for name in ("AS", "MEMLOCK", "NOFILE", "NPROC"):
         values = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
@@ -48,7 +48,7 @@ def read_limits() -> dict[str, Limit]:
 
 
 def examine_memory(num_ranks: int, root: str = "/") -> list[Finding]:
-    """Compare the memory left by the host and by the cgroups above us with the needs of `num_ranks` ranks."""
+    """Compare the memory that the host and this process's cgroups have left with the needs of `num_ranks` ranks."""
     host = cgroups.host_memory(root)
     total, available = host.limit_bytes, host.left_bytes
     limited = min(cgroups.cgroup_memory(root), default=host, key=lambda memory: memory.left_bytes)
@@ -70,7 +70,7 @@ def examine_memory(num_ranks: int, root: str = "/") -> list[Finding]:
 
 
 def examine_freed_memory(num_ranks: int, environ: Mapping[str, str], root: str = "/") -> list[Finding]:
-    """Report whether ranks would keep the memory that they free, and whether in huge pages."""
+    """Report whether ranks would keep the memory that they free, and whether this memory is in huge pages."""
     policy = choose(environ, num_ranks=num_ranks, root=root)
     facts = {"keeps": policy.keeps, "huge_pages": policy.huge_pages}
     if policy.huge_pages:
@@ -83,7 +83,7 @@ def examine_freed_memory(num_ranks: int, environ: Mapping[str, str], root: str =
 
 
 def examine_swap(root: str = "/") -> list[Finding]:
-    """Report how much memory is swapped out: a rank that needs it back waits for the disk."""
+    """Report how much memory is swapped out, because a rank that needs swapped-out memory waits for the disk."""
     sizes = cgroups.read_sizes(root)
     total, in_use = sizes.get("SwapTotal", 0), sizes.get("SwapTotal", 0) - sizes.get("SwapFree", 0)
     facts = {"swap_bytes": total, "swap_used_bytes": in_use}
@@ -103,7 +103,7 @@ def examine_limits(
         world_size: Number of ranks in the job.
         limits: Limits as `read_limits` returns them.
         root: Root of the file system.
-        num_threads: Number of threads that this user already has, which count against NPROC.
+        num_threads: Number of threads that this user already has; they count against NPROC.
     """
     space, files, tasks, locked = (limits[name] for name in ("AS", "NOFILE", "NPROC", "MEMLOCK"))
     wanted = []  # pairs of a finding and the advice for it
@@ -113,7 +113,7 @@ def examine_limits(
             "far more than they use"
         )
         wanted.append((found, "ulimit -v unlimited; limit memory by the container or the job instead"))
-    num_files = 256 + 4 * world_size  # 256 for libraries, logs and loader workers; the rest for connections to ranks
+    num_files = 256 + 4 * world_size  # 256 for libraries, logs and loader workers; 4 for each rank of the job
     if files.soft is not None and files.soft < num_files:
         found = f"RLIMIT_NOFILE: {files.soft} open files a process, and some {num_files} may be needed"
         more = "" if files.hard is None or files.hard >= num_files else f" (the hard limit is {files.hard}: ask root)"
@@ -169,7 +169,7 @@ def try_shared_memory(size_bytes: int = _SEGMENT_BYTES) -> list[Finding]:
 
 
 def try_watching() -> list[Finding]:
-    """Watch a process end in the way that ranks watch each other: by pidfd, else through /proc."""
+    """Test whether the end of a process is noticed by pidfd, or at least through /proc, as ranks watch each other."""
     todo = "Linux 5.3 or newer, and a container whose seccomp profile allows pidfd_open"
     sleeper = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(sleeper, stdin=subprocess.PIPE) as child:
@@ -198,7 +198,7 @@ def try_watching() -> list[Finding]:
 
 
 def examine_dev_shm(found: os.statvfs_result | None) -> list[Finding]:
-    """Rate the size of ``/dev/shm``; None: there is none."""
+    """Rate the size of ``/dev/shm``; `found` is None if it does not exist."""
     todo = (
         "nothing for phalanx, which does not use it; for DataLoader workers: docker run --shm-size=8g or --ipc=host, "
         "in Kubernetes an emptyDir of medium Memory, or num_workers=0"

@@ -1,6 +1,6 @@
 """The program that ``mpirun`` runs for the doctor: an all_reduce over MPI, timed like those of torch's engines.
 
-It imports mpi4py and no torch, so that a broken torch does not hide a working MPI.
+It imports mpi4py but not torch, so that a broken torch does not hide a working MPI.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from phalanx.doctor.exercise import ITEM_BYTES, SIZE_BYTES, time_calls
 
 TOLD = "doctor:"
-"""Prefix of the line that rank 0 prints; a JSON object follows."""
+"""Prefix of the line that rank 0 prints; the rest of the line is a JSON object."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Examines this host's interfaces and names, as the engines between hosts will use them."""
+"""Examines this host's interfaces and names in the way in which engines between hosts will use them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SLOW_LOOKUP_S = 1.0
 def examine_interfaces(
     environ: Mapping[str, str], num_hosts: int, known: Sequence[Interface] | None = None
 ) -> list[Finding]:
-    """List the interfaces that are up, and check those that the environment names."""
+    """List the interfaces that are up, and check the interfaces that environment variables select."""
     known = interfaces() if known is None else known
     up = [one for one in known if one.is_up and one.address and not one.is_loopback]
     facts = {"interfaces": [one._asdict() for one in known]}
@@ -61,7 +61,7 @@ def _chosen_by_gloo(text: str, known: Sequence[Interface]) -> list[Interface]:
 
 
 def _chosen_by_nccl(text: str, known: Sequence[Interface]) -> list[Interface]:
-    """Return NCCL's choice: names are prefixes, exact after ``=``; ``^`` excludes them.
+    """Return NCCL's choice: names are prefixes, but after ``=`` full names; ``^`` excludes the interfaces.
 
     Source: NCCL's user guide, NCCL_SOCKET_IFNAME.
     """
@@ -78,9 +78,9 @@ def _chosen_by_nccl(text: str, known: Sequence[Interface]) -> list[Interface]:
 
 
 def examine_own_name(environ: Mapping[str, str], num_hosts: int, name: str | None = None) -> list[Finding]:
-    """Look up this host's own name, as Gloo and MPI do to find the address that they give the others."""
+    """Look up this host's own name, as Gloo and MPI do to find the address that they give to other hosts."""
     name = socket.gethostname() if name is None else name
-    is_chosen = bool(environ.get("GLOO_SOCKET_IFNAME"))  # if it is set, Gloo does not look the host's name up
+    is_chosen = bool(environ.get("GLOO_SOCKET_IFNAME"))  # if this is set, Gloo does not look the host's name up
     began_s = time.monotonic()
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -107,7 +107,7 @@ def examine_own_name(environ: Mapping[str, str], num_hosts: int, name: str | Non
 
 
 def examine_master(host: str, port: int, node_rank: int, num_hosts: int) -> tuple[list[Finding], Interface | None]:
-    """Check where the master's name leads; return the findings, and the interface towards it if there is one."""
+    """Check to which host the master's name resolves; return findings and the interface towards that host, if any."""
     began_s = time.monotonic()
     try:
         towards = interface_towards(host, port, allow_loopback=num_hosts == 1)

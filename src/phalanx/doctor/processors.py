@@ -1,4 +1,4 @@
-"""CPUs, their quota and NUMA nodes, compared with the ranks and their threads."""
+"""Compares the CPUs, their quota and NUMA nodes with the ranks and the ranks' threads."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _FASTEST = "performance"
 
 
 def examine_cpus(machine: Machine, num_ranks: int, num_online: int | None, root: str = "/") -> list[Finding]:
-    """Compare the usable cores with the ranks, and describe how NUMA nodes are divided among them.
+    """Compare the usable cores with the ranks, and describe how NUMA nodes are divided among the ranks.
 
     Args:
         machine: Usable part of this host.
         num_ranks: Number of ranks on this host.
-        num_online: Number of CPUs in the whole host; None: unknown.
+        num_online: Number of CPUs in the whole host; None if unknown.
         root: Root of the file system.
     """
     findings = []
@@ -66,7 +66,7 @@ def examine_cpus(machine: Machine, num_ranks: int, num_online: int | None, root:
 
 
 def examine_places(machine: Machine, root: str = "/") -> list[Finding]:
-    """Report what slows the ranks' CPUs: a fractional quota, shared cores, a power-saving clock.
+    """Report conditions that slow the ranks' CPUs: a fractional quota, shared cores, a power-saving clock.
 
     Args:
         machine: Usable part of this host.
@@ -120,8 +120,8 @@ def examine_threads(machine: Machine, num_ranks: int, omp_num_threads: str, torc
     Args:
         machine: Usable part of this host.
         num_ranks: Number of ranks on this host.
-        omp_num_threads: Value of OMP_NUM_THREADS; empty: not set.
-        torch_threads: Result of ``torch.get_num_threads()`` here; None: unknown.
+        omp_num_threads: Value of OMP_NUM_THREADS; empty if the variable is not set.
+        torch_threads: Result of ``torch.get_num_threads()`` on this host; None if unknown.
     """
     facts = {"omp_num_threads": omp_num_threads, "torch_threads": torch_threads, "num_cpus": machine.num_cpus}
     if omp_num_threads and not (omp_num_threads.isdigit() and int(omp_num_threads) > 0):

@@ -16,12 +16,12 @@ FORMAT_VERSION = 1
 
 
 def exit_code(diagnosis: Diagnosis) -> int:
-    """Return 1 if there is a problem on any host."""
+    """Return 1 if any host has a problem, otherwise 0."""
     return int(diagnosis.level == "problem")
 
 
 def as_json(diagnosis: Diagnosis) -> str:
-    """Return the whole diagnosis: the hosts, every finding with its facts, and the worst level."""
+    """Return the whole diagnosis as JSON: the hosts, every finding with its facts, and the worst level."""
     told: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "phalanx": phalanx.__version__,
@@ -51,7 +51,7 @@ def print_report(diagnosis: Diagnosis) -> None:
 def merged(findings: Sequence[Finding]) -> list[tuple[Finding, str]]:
     """Return the findings, each with its hosts; equal findings of several hosts become one.
 
-    Findings of level ok merge by topic: the first host's finding stands for all, and the others are only in the JSON.
+    Findings of level ok are merged by topic: only the first host's finding is returned; the JSON contains all of them.
     """
     groups: dict[tuple[str, ...], list[Finding]] = {}
     seen: dict[tuple[int | None, str], int] = {}
@@ -86,7 +86,7 @@ def summary(diagnosis: Diagnosis) -> str:
 
 def _print_lines(rows: Sequence[tuple[Finding, str]], has_hosts: bool) -> None:
     cells = [[finding.level, *[hosts] * has_hosts, finding.topic] for finding, hosts in rows]
-    heads = columns([[*row, "|"] for row in cells])  # without the mark, columns() would strip the last column's padding
+    heads = columns([[*row, "|"] for row in cells])  # without the "|", columns() would strip the last column's padding
     for (finding, _), head in zip(rows, heads, strict=True):
         indent = len(head) - 1
         lines = [f"{head[:-1]}{finding.found}"]

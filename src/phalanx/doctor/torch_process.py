@@ -1,4 +1,4 @@
-"""The doctor's view of the process that has torch: starts it, listens with a deadline, kills it at the end."""
+"""The doctor's side of the process that has torch: starts the process, reads its packets, kills it at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from phalanx.wire.packets import PacketSocket
 
 Say = Callable[[str], None]
 
-_TORCH_S = 40.0  # time limit for all that needs torch on one host; an import from a cold disk takes most of it
+# time limit for all tests on one host that need torch; importing torch from a cold disk may take most of this time
+_TORCH_S = 40.0
 _ENGINE_S = 6.0
 _END_S = 2.0
 
@@ -27,10 +28,10 @@ class Met:
     """Result of the meeting with the other hosts.
 
     Attributes:
-        findings: Findings about several hosts; on host 0, also those of the others.
+        findings: Findings of the meeting: problems on this host; on host 0, also findings of other and several hosts.
         hosts: Facts of the hosts that arrived.
         level: Worst level of the whole job.
-        rank: Node rank of this host; None: none was assigned.
+        rank: Node rank of this host; None if no rank was assigned.
     """
 
     findings: list[Finding]
@@ -40,7 +41,7 @@ class Met:
 
 
 class TorchProcess:
-    """Owns the process, the socket to it and its stderr for the length of a ``with`` block."""
+    """Owns the process, the socket to it and a file with its output, until the end of a ``with`` block."""
 
     def __init__(self, role: dict[str, Any]) -> None:
         self._settings = {"engine_deadline_s": _ENGINE_S, "role": role}
@@ -59,13 +60,13 @@ class TorchProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()  # its forks end with it
+        self._process.kill()  # the processes that it has forked end with it
         self._process.wait()
         self._packets.close()
         self._stderr.close()
 
     def examine(self) -> dict[str, Any]:
-        """Return the process's facts: ``torch``, ``gpus``, ``engines``; and ``died``: how it died, "" if it did not."""
+        """Return the process's facts ``torch``, ``gpus`` and ``engines``; and ``died``: how it died, "" if alive."""
         told: dict[str, Any] = {"engines": [], "died": ""}
         ends_s = time.monotonic() + _TORCH_S
         while True:
@@ -82,7 +83,7 @@ class TorchProcess:
                 told |= packet
 
     def meet(self, go: Mapping[str, Any], limit_s: float, say: Say) -> Met:
-        """Have the process take part in the meeting; return the result."""
+        """Make the process take part in the meeting; return the result of the meeting."""
         self._packets.send(go)
         findings: list[Finding] = []
         ends_s = time.monotonic() + limit_s
@@ -105,7 +106,7 @@ class TorchProcess:
         return self._packets.wait()
 
     def _death(self, limit_s: float) -> str:
-        """Return how the process ended, with the last line that it wrote."""
+        """Return how the process ended, with the last line of its output, or that it does not answer."""
         try:
             code = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
 """The process that imports torch: reports versions, tries the engines on two local ranks, and meets the other hosts.
 
-It sends one packet per result, so nothing is lost if it crashes or is killed. Nothing here may start a thread before
-the last fork.
+It sends one packet per result, so earlier results are not lost if it crashes or is killed. Nothing here may start a
+thread before the last fork.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GPU_DEADLINE_S = 15.0  # long, because the driver may have to be loaded
 
 
 def main() -> None:
-    """Run the process; its arguments are the number of the socket's descriptor, and settings as JSON."""
+    """Run the process; its arguments are the number of the socket's descriptor, and the settings as JSON."""
     packets = PacketSocket(socket.socket(fileno=int(sys.argv[1])))
     settings = json.loads(sys.argv[2])
     die_with_parent(settings["parent"])
@@ -81,7 +81,7 @@ def _versions(torch: Any, dist: Any) -> dict[str, Any]:
 
 
 def _look_at_gpus(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the GPUs, or why there are none; asked in a fork, because a process that has used CUDA can't fork."""
+    """Return the GPUs, or why there are none. A forked child asks, because a process that has used CUDA can't fork."""
     if not facts["cuda"]:
         return {"devices": []}
 
@@ -103,6 +103,6 @@ def _look_at_gpus(facts: dict[str, Any]) -> dict[str, Any]:
 
 def command(descriptor: int, settings: dict[str, Any]) -> list[str]:
     """Return the command line that starts the process."""
-    # Not with -m, which would let a json.py in the current folder shadow the library.
+    # With -m, a json.py in the current folder would shadow the standard library's json.
     program = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.doctor.torch_side import main; main()"
     return [sys.executable, "-c", program, str(descriptor), json.dumps({**settings, "parent": os.getpid()})]

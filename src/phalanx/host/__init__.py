@@ -1,6 +1,6 @@
 """This machine, as the kernel and the cluster show it: processors, memory, network, processes, schedulers.
 
-``/proc``, ``/sys`` and the schedulers' variables are read only here; other packages ask this one. Start with `cpus`,
-then `cgroups`. Functions that divide the machine take a number of ranks and know nothing else about a job. Nothing here
-starts or signals a process or makes a process group, and only `block_pool` imports torch.
+Other packages read ``/proc``, ``/sys`` and the schedulers' variables through this package. Start with `cpus`, then
+`cgroups`. Functions that divide the machine take a number of ranks and know nothing else about a job. Nothing here
+starts a process, signals a process or makes a process group, and only `block_pool` imports torch.
 """

@@ -1,10 +1,10 @@
 """Decides once whether this process keeps the large blocks that torch frees, and says why.
 
-The core keeps them (``csrc/process/blocks.h`` has the reasons and numbers): a tensor's block comes from a pool and
-returns to it, so that the next step reuses its pages. The pool gives unused blocks back to the kernel, and all blocks
-once a memory limit comes near. A limit or a usage file that exists but can't be read counts as a limit that is near,
-both when the launcher decides and while a rank runs. If the OOM killer has killed a process, the launcher's next
-attempt keeps no blocks.
+The core keeps the blocks (``csrc/process/blocks.h`` has the reasons and numbers): a tensor's block comes from a pool
+and returns to the pool, so that the next step reuses the block's pages. The pool gives unused blocks back to the
+kernel, and gives all blocks back once a memory limit is near. A limit counts as near if the file with the limit or with
+the usage exists but can't be read, both when the launcher decides and while a rank runs. If the OOM killer has killed a
+process, the launcher's next attempt keeps no blocks.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from phalanx._text import in_units
 from phalanx.host.cgroups import cgroup_memory, host_memory, memory_gauges, read, unreadable
 
 CHOICES = ("auto", "default")
-_LEAST_BYTES = 1 << 30  # must be left for each rank; with less, kept blocks would be given back all the time
+# memory that must be left for each rank; with less, the pool would give blocks back all the time
+_LEAST_BYTES = 1 << 30
 _LEAST_SHARE = 8  # a limit is near if less than an eighth of it is left, see Headroom in block_pool.cpp
 _MORE_MEMORY = "free memory, start fewer ranks, or raise the limit (docker run --memory, srun --mem, limits.memory)"
 _HUGE_PAGES = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled; steps may then be faster"
-_ALLOCATING = ("malloc", "posix_memalign", "free")  # an allocator that replaces one of these replaces all
+# if an allocator replaces any of these functions, it replaces all of them
+_ALLOCATING = ("malloc", "posix_memalign", "free")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPolicy:
-    """Treatment of the large blocks of memory that torch frees in a process.
+    """The policy for the large blocks of memory that torch frees in a process.
 
     Attributes:
-        keeps: Whether the blocks are kept and reused while memory is plentiful; otherwise they go back to the system.
-        huge_pages: Whether the blocks lie in huge pages.
-        why: Reason why blocks are not kept, or not in huge pages; "" if both are.
-        todo: Advice on what to change to have both; "" if there is none.
+        keeps: Whether the blocks are kept and reused while memory is plentiful; otherwise they are given back to the
+            kernel.
+        huge_pages: Whether the kept blocks are in huge pages.
+        why: Reason why blocks are not kept, or are not in huge pages; "" if they are kept in huge pages.
+        todo: Advice on how to get blocks kept in huge pages; "" if there is no advice.
     """
 
     keeps: bool = False
@@ -50,7 +53,7 @@ class MemoryPolicy:
         return "kept, huge pages" if self.huge_pages else f"kept ({self.why})"
 
 
-_in_force: MemoryPolicy | None = None  # the policy as first applied; the core may have stopped keeping blocks since
+_in_force: MemoryPolicy | None = None  # the policy when it was applied; the core may no longer keep blocks
 
 
 def choose(environ: Mapping[str, str], *, wanted: str = "auto", num_ranks: int = 1, root: str = "/") -> MemoryPolicy:
@@ -89,7 +92,7 @@ def _left_alone(allocator: str) -> MemoryPolicy:
 
 
 def huge_pages(root: str = "/") -> str:
-    """Return the kernel's setting of transparent huge pages: ``always``, ``madvise``, ``never``, or nothing."""
+    """Return the kernel's setting for transparent huge pages: ``always``, ``madvise``, ``never``, or "" if unknown."""
     words = read(root, "sys/kernel/mm/transparent_hugepage/enabled").split()
     return next((word.strip("[]") for word in words if word.startswith("[")), "")
 
@@ -100,14 +103,14 @@ def offers_huge_pages(root: str = "/") -> bool:
 
 
 def _set_by_user(environ: Mapping[str, str]) -> str:
-    """Return the name of a variable by which the user has configured the allocator; empty if there is none."""
+    """Return the name of a variable with which the user has configured the allocator; empty if there is none."""
     names = [name for name in ("GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE") if environ.get(name)]
     names += sorted(name for name, value in environ.items() if value and name.startswith("MALLOC_"))
     return names[0] if names else ""
 
 
 def _foreign_allocator() -> str:
-    """Return the name of this process's allocator if that is not glibc's malloc; empty if it is."""
+    """Return the name of this process's allocator; empty if the allocator is glibc's malloc."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return "a C library other than glibc"
@@ -125,19 +128,21 @@ class _Symbol(ctypes.Structure):
 
 
 def _file_of(libc: ctypes.CDLL, name: str) -> str:
-    """Return the file in which a native function of this process lies; the dynamic loader knows it without /proc."""
+    """Return the file that contains a native function of this process, which the dynamic loader knows without /proc."""
     symbol = _Symbol()
     libc.dladdr(ctypes.cast(getattr(libc, name), ctypes.c_void_p), ctypes.byref(symbol))
     return os.fsdecode(symbol.file or b"")
 
 
 def _apply(policy: MemoryPolicy) -> MemoryPolicy:
-    """Put `policy` into force in this process as far as possible; return the policy in force."""
+    """Apply `policy` in this process as far as possible; return the policy that is now in force."""
     global _in_force
-    if policy.keeps and (other := _foreign_allocator()):  # asked here, because the launcher may have another allocator
+    # checked here again, because the launcher may have another allocator
+    if policy.keeps and (other := _foreign_allocator()):
         policy = _left_alone(other)
     if policy.keeps:
-        from phalanx import _core  # not at the top: the supervisor only chooses, and does not load the core
+        # imported here, because the supervisor only calls `choose` and should not load the core
+        from phalanx import _core
 
         limits = [
             (gauge.limit_bytes, *(os.path.join(gauge.folder, name) for name in (gauge.used_name, "memory.stat")),
@@ -145,7 +150,7 @@ def _apply(policy: MemoryPolicy) -> MemoryPolicy:
             for gauge in memory_gauges()
         ]  # fmt: skip
         try:
-            # This reserves addresses, not memory. It reserves twice the host's memory, because free spans lie between
+            # This reserves addresses, not memory: twice the size of the host's memory, because there are gaps between
             # blocks.
             done = _core.start_block_pool(2 * host_memory().limit_bytes, policy.huge_pages, limits)
             why = "" if done else "this torch allocates otherwise"
@@ -169,19 +174,19 @@ def in_force() -> MemoryPolicy:
 def tune_process() -> MemoryPolicy:
     """Keep the memory that torch frees in this process, as ranks of ``phalanx run`` do; for torchrun and plain python.
 
-    A training step frees its activations and gradients, and the next one allocates them again. glibc gives large blocks
-    back to the kernel each time, which then has to clear new pages. From this call on, blocks of CPU tensors of 1 MiB
-    and more are kept and reused, in huge pages where the kernel offers them. At most 1/8 more memory is resident than
-    tensors needed at once. Blocks that are unused for 20 s are given back. When a limit of the host or of a cgroup
-    comes near, all blocks are given back, and none are kept from then on.
+    A training step frees its activations and gradients, and the next step allocates them again. glibc gives large
+    blocks back to the kernel each time, and the kernel then has to clear new pages. From this call on, blocks of 1 MiB
+    and more of CPU tensors are kept and reused, in huge pages if the kernel offers them. At most 1/8 more memory is
+    resident than tensors needed at the same time. Blocks that are unused for 20 s are given back. When a memory limit
+    of the host or of a cgroup is near, all blocks are given back, and no blocks are kept from then on.
 
-    Call it first thing in the script, before other threads run. Tensors that exist already stay where they are. Nothing
-    is done, and the result says why, if the process has another C library or allocator, if ``GLIBC_TUNABLES``,
+    Call this at the beginning of the script, before other threads run. Tensors that already exist are not moved.
+    Nothing is done, and the result says why, if the process has another C library or allocator, if ``GLIBC_TUNABLES``,
     ``MALLOC_*`` or ``THP_MEM_ALLOC_ENABLE`` is set in the environment, or if less than 1 GiB or an eighth of a limit is
-    left. Ranks of ``phalanx run`` and `phalanx.spawn` need no call, and a second call does nothing.
+    left. Ranks of ``phalanx run`` and `phalanx.spawn` do not need this call, and a second call does nothing.
 
     Returns:
-        Policy that is in force now; its ``str`` describes it in a few words.
+        The policy that is now in force; ``str`` of the policy describes it in a few words.
 
     Example:
         >>> memory = phalanx.tune_process()
@@ -194,14 +199,14 @@ def tune_process() -> MemoryPolicy:
 
 
 def of_rank(policy: MemoryPolicy) -> dict[str, str]:
-    """Return the variable that tells a rank which policy its launcher has chosen."""
+    """Return the environment variable through which a launcher passes its chosen policy to a rank."""
     return {_env.ALLOCATION_VARIABLE: json.dumps(dataclasses.asdict(policy))}
 
 
 def obey_launcher() -> None:
     """Apply the policy that this rank's launcher has chosen, if there is a launcher and no policy is in force yet.
 
-    torch must have been imported, or be about to finish its import.
+    The import of torch must have finished, or be about to finish.
     """
     text = _env.environment().get(_env.ALLOCATION_VARIABLE)
     if text and _in_force is None:

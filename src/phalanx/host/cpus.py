@@ -1,7 +1,7 @@
-"""The CPUs, cores and GPUs that we may use on this machine, and their division among ranks.
+"""The CPUs, cores and GPUs that this process may use, and their division among ranks.
 
-Everything is read from ``/proc``, ``/sys`` and ``/dev``: no program is run and no library is loaded. Tests build a
-machine of their own in a folder and pass it as `root`.
+Everything is read from ``/proc``, ``/sys`` and ``/dev``: no program is run and no library is loaded. Tests build an
+imitation of these folders and pass its path as `root`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class Share:
 
     Attributes:
         num_threads: Value of OMP_NUM_THREADS and similar variables, at least 1.
-        used_threads: Number of threads that the rank will have: `num_threads`, unless the user has set OMP_NUM_THREADS.
-        cpus: Numbers of the CPUs that the rank is pinned to; empty: not pinned.
-        is_crowded: Whether all ranks together have more threads than there are CPUs, so that a thread that spins while
-            it waits takes the CPU from one that computes.
+        used_threads: Number of threads that the rank will really have: `num_threads`, or the user's OMP_NUM_THREADS or
+            thread count.
+        cpus: Numbers of the CPUs to which the rank is pinned; empty if the rank is not pinned.
+        is_crowded: Whether all ranks together have more threads than there are CPUs. If so, a thread that spins while
+            it waits takes a CPU away from a thread that computes.
     """
 
     num_threads: int = 1
@@ -42,14 +43,14 @@ class Share:
 
 
 class Division(NamedTuple):
-    """Each rank's share, and a few words that say how the cores were divided, and why ranks are not pinned."""
+    """Each rank's share, and a short note that says how the cores were divided and why ranks are not pinned."""
 
     shares: tuple[Share, ...]
     note: str
 
     @property
     def cpus(self) -> str:
-        """The CPUs that ranks are pinned to, such as ``0-3 | 4-7``; empty if they are not."""
+        """The CPUs to which ranks are pinned, such as ``0-3 | 4-7``; empty if ranks are not pinned."""
         shown = [format_ranges(share.cpus) for share in self.shares if share.cpus]
         return " | ".join([*shown[:3], "...", shown[-1]] if len(shown) > 8 else shown)
 
@@ -60,8 +61,8 @@ class Machine:
 
     Attributes:
         cores: CPUs of each physical core, in the order of their NUMA nodes.
-        numa_nodes: Node of each core.
-        quota_cpus: CPU time that the cgroups grant, in CPUs; None: no limit.
+        numa_nodes: NUMA node of each core.
+        quota_cpus: CPU time that the cgroups allow, in CPUs; None if there is no limit.
         num_split_cores: Number of cores with a hardware thread that this process may not use.
     """
 
@@ -76,17 +77,17 @@ class Machine:
 
     @property
     def has_short_quota(self) -> bool:
-        """Whether the quota pays for fewer CPUs than we may use; other processes are then meant to run on them, too."""
+        """Whether the quota is less than the usable CPUs, so that other processes are meant to run on them, too."""
         return self.quota_cpus is not None and self.quota_cpus < self.num_cpus
 
     @property
     def num_cores(self) -> int:
-        """Physical cores, or as many as the quota pays for, at least 1."""
+        """Number of physical cores, or of whole CPUs in the quota if that is less; at least 1."""
         return max(1, min(len(self.cores), int(self.quota_cpus or len(self.cores))))
 
     @property
     def budget_cpus(self) -> float:
-        """Number of CPUs that this process can keep busy at once."""
+        """Number of CPUs that this process can keep busy at the same time."""
         return min(self.num_cpus, self.quota_cpus or self.num_cpus)
 
     def describe(self) -> str:
@@ -98,7 +99,7 @@ def read_machine(root: str = "/", usable: Sequence[int] | None = None) -> Machin
     """Return the part of the machine that this process's affinity and cgroups allow.
 
     Args:
-        usable: CPUs of the affinity mask; default: this process's own.
+        usable: CPUs in the affinity mask; default: the mask of this process.
     """
     cpus = usable_cpus() if usable is None else sorted(usable)
     numa_node = _numa_nodes(root)
@@ -124,7 +125,7 @@ def _numa_nodes(root: str) -> dict[int, int]:
 
 
 def _quota_cpus(root: str) -> float | None:
-    """Return the lowest quota of our cgroup (version 2 or 1) and its ancestors."""
+    """Return the lowest CPU quota of this process's cgroup (version 2 or 1) and its ancestors; None without a quota."""
     return min((quota for cgroup in cgroups.folders("cpu", root) if (quota := _quota_of(cgroup))), default=None)
 
 
@@ -143,13 +144,13 @@ def _quota_of(cgroup: str) -> float | None:
 
 
 def clock_governors(cpus: Iterable[int], root: str = "/") -> list[str]:
-    """Return the governor of each CPU whose clock the kernel sets; empty text where it can't be read."""
+    """Return the governor of each CPU whose clock the kernel controls; an empty text if the governor can't be read."""
     folders = (os.path.join(root, f"sys/devices/system/cpu/cpu{cpu}/cpufreq") for cpu in cpus)
     return [read(folder, "scaling_governor").strip() for folder in folders if os.path.exists(folder)]
 
 
 def count_gpus(environ: Mapping[str, str], root: str = "/") -> int:
-    """Return how many GPUs this process may use, 0 without a driver."""
+    """Return how many GPUs this process may use; 0 if there is no driver."""
     num_nvidia = sum(bool(re.fullmatch(r"nvidia\d+", name)) for name in _names(os.path.join(root, "dev")))
     topology = os.path.join(root, "sys/class/kfd/kfd/topology/nodes")
     num_amd = sum(read(topology, f"{node}/gpu_id").strip() not in ("", "0") for node in _names(topology))
@@ -164,7 +165,7 @@ def count_gpus(environ: Mapping[str, str], root: str = "/") -> int:
 
 
 def _count_visible(chosen: str, there: int) -> int:
-    """Return the length of a list of devices, which ends at the first entry that is not a device."""
+    """Return the number of devices before the first entry that is not a device, at which CUDA ends the list."""
     count = 0
     for name in chosen.split(","):
         name = name.strip()
@@ -182,14 +183,14 @@ def torch_uses_gpus() -> bool:
 
 
 def has_module(name: str, *folders: str) -> bool:
-    """Whether a top-level module can be imported, here or with `folders` first on the path."""
+    """Whether a top-level module can be imported if `folders` come first on the path."""
     return PathFinder.find_spec(name, [*folders, *sys.path]) is not None or _find_spec(name) is not None
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
     if spec := PathFinder.find_spec(name):
         return spec
-    from importlib.util import find_spec  # it also asks the finders of editable installs
+    from importlib.util import find_spec  # this also calls the finders of editable installs
 
     return find_spec(name)
 
@@ -201,13 +202,13 @@ def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str 
     """Divide the machine among `num_ranks`.
 
     Every rank gets the same number of threads. Each rank is pinned to whole cores of its own, within one NUMA node if
-    the nodes divide evenly enough. Ranks are not pinned if there are fewer cores than ranks or fewer CPUs than threads,
-    or if a quota pays for fewer CPUs than there are: then other processes run on these CPUs, too, and a pinned rank
-    could not move away. A single rank is never pinned.
+    the nodes divide evenly enough. Ranks are not pinned if there are fewer cores than ranks or fewer CPUs than threads.
+    They are not pinned either if the quota is less than the CPUs: other processes then run on the same CPUs, and a
+    pinned rank could not move away from them. A single rank is never pinned.
 
     Args:
-        omp_num_threads: Value of OMP_NUM_THREADS that the user has set, which is kept; empty: none.
-        num_threads: Number of threads of each rank; 0: as many as it has cores.
+        omp_num_threads: The user's value of OMP_NUM_THREADS, which stays in effect; empty if the user has not set it.
+        num_threads: Number of threads of each rank; 0 for as many threads as the rank has cores.
     """
     given_threads = int(omp_num_threads) if omp_num_threads.isdigit() else num_threads
     parts = _divide_cores(num_ranks, machine)
@@ -238,8 +239,10 @@ def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str 
 def _divide_cores(num_ranks: int, machine: Machine) -> list[Sequence[tuple[int, ...]]]:
     """Return the cores of each rank; every core belongs to one rank.
 
-    If ranks and NUMA nodes divide each other, a rank gets a part of one node or whole nodes; otherwise ranks get ranges
-    of equal length.
+    If the number of ranks is a multiple of the number of NUMA nodes, each rank gets a part of one node; if it is a
+    divisor, each rank gets whole nodes. Otherwise, or if the affinity mask leaves a node too few cores, the cores are
+    divided into ranges of nearly equal length, regardless of nodes. If there are fewer cores than ranks, some ranks get
+    none.
     """
     nodes = sorted(set(machine.numa_nodes))
     by_node = [[c for c, at in zip(machine.cores, machine.numa_nodes, strict=True) if at == node] for node in nodes]
@@ -247,7 +250,7 @@ def _divide_cores(num_ranks: int, machine: Machine) -> list[Sequence[tuple[int, 
         return [[core for cores in some for core in cores] for some in _split(by_node, num_ranks)]
     if num_ranks % len(nodes) == 0:
         parts = [part for cores in by_node for part in _split(cores, num_ranks // len(nodes))]
-        if all(parts):  # otherwise the affinity mask leaves too little of one node
+        if all(parts):  # otherwise the affinity mask leaves a node too few cores
             return parts
     return _split(machine.cores, num_ranks)
 

@@ -1,4 +1,4 @@
-"""Descriptors of this process: its standard streams, and the limit on their number."""
+"""The descriptors of a process: its standard streams, its terminal, and the limit on the number of open files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PER_RANK, _OF_OURS = 6, 32
 
 
 def open_streams() -> None:
-    """Open standard streams that are closed, so that no socket gets their numbers."""
+    """Open /dev/null for each closed standard stream; otherwise a socket could get the stream's number."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -22,7 +22,7 @@ def open_streams() -> None:
 
 
 def take_streams(output_fd: int) -> None:
-    """Replace the standard streams, for a process that reads nothing and writes to `output_fd`."""
+    """Replace the standard streams in a process that reads no input and writes all output to `output_fd`."""
     null = os.open(os.devnull, os.O_RDONLY)
     for fd, number in ((null, 0), (output_fd, 1), (output_fd, 2)):
         os.dup2(fd, number)
@@ -40,7 +40,7 @@ def is_in_background(pid: int) -> bool:
 
 
 def raise_descriptor_limit() -> tuple[int, int]:
-    """Raise the limit of open files for the streams of many ranks; return the user's limits, which the ranks keep."""
+    """Raise the limit of open files, for the streams of many ranks; return the old limits, for the ranks to use."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -48,7 +48,7 @@ def raise_descriptor_limit() -> tuple[int, int]:
 
 
 def descriptor_problem(num_ranks: int) -> str:
-    """Return why the ranks can't have their streams; empty if they can."""
+    """Return why the limit of open files does not allow the streams of `num_ranks` ranks; empty if it does."""
     needed = _OF_OURS + num_ranks * _PER_RANK
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard in (resource.RLIM_INFINITY, -1) or hard >= needed:

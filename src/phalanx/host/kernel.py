@@ -1,4 +1,7 @@
-"""The state of a thread in the kernel: when it last ran, its system call, and who traces it."""
+"""The state of a thread in the kernel: when it last ran, its system call, and which process traces it.
+
+This module also finds a process's number in its pid namespace, and the rule (Yama) on which process may trace another.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,9 @@ _GO_ON_AFTER_A_HALT = {
     "", "futex", "nanosleep", "poll", "select", "wait4", "waitid", "read", "write", "open", "fcntl", "flock", "fsync",
     "fdatasync",
 }  # fmt: skip
-"""System calls that the kernel restarts after a halt, see signal(7); "" stands for no call, or an unknown one."""
+"""System calls that the kernel restarts after a halt, see signal(7); "" stands for no call or an unknown call."""
 _LOOPS = {"pt_tcpstore_uv", "gloo_tcp_loop"}
-"""Names of torch's threads that wait for events, and resume waiting after a halt."""
+"""Names of threads of torch that wait for events, and wait again after a halt."""
 _LOCK_COMMANDS = {7, 38}  # F_SETLKW, F_OFD_SETLKW
 _WITH_DESCRIPTOR = {
     "read", "write", "fcntl", "flock", "fsync", "fdatasync", "connect", "accept", "sendto", "recvfrom", "recvmsg",
@@ -41,13 +44,14 @@ class Stand:
     """A thread as the kernel sees it.
 
     Attributes:
-        state: Letter of its state, as in `processes.Process`.
-        still_s: Seconds since it last ran; None if it is running or the kernel does not tell.
-        place: Function of the kernel in which it sleeps; empty if it runs or the kernel does not tell.
-        call: System call that it is in; empty if it is in none or this user may not see it.
-        descriptor: Descriptor in that call; -1 if the call has none.
-        path: File or device behind that descriptor, such as ``/dev/pts/3``.
-        tracer_pid: Process that traces it, such as a debugger; 0: none.
+        state: Letter for the thread's state, as in `processes.Process`.
+        still_s: Seconds since the thread last ran; None if it is running, or if the kernel does not report the time.
+        place: Function of the kernel in which the thread sleeps; empty if it is running, or if the kernel does not
+            report it.
+        call: System call in which the thread is; empty if there is none, or if this user may not see it.
+        descriptor: Descriptor on which `call` operates; -1 if there is none.
+        path: File or device behind `descriptor`, such as ``/dev/pts/3``.
+        tracer_pid: Process that traces the thread, such as a debugger; 0 if there is none.
     """
 
     state: str = ""
@@ -60,7 +64,7 @@ class Stand:
 
 
 def stand_of(pid: int, thread: int = 0) -> Stand:
-    """Return the state of a thread in the kernel, by default of the main thread; its `state` is "" if it has ended."""
+    """Return a thread as the kernel sees it, by default the main thread; `state` is "" if the thread has ended."""
     folder = f"/proc/{pid}/task/{thread or pid}"
     status = status_of(pid, thread)
     state = status.get("State", " ")[0].strip()
@@ -78,30 +82,30 @@ def stand_of(pid: int, thread: int = 0) -> Stand:
 
 
 def status_of(pid: int, thread: int = 0) -> dict[str, str]:
-    """Return the status of a thread in ``/proc``, by default of the main one; empty if it has ended."""
+    """Return the fields of a thread's ``/proc`` status, by default the main thread's; empty if the thread has ended."""
     lines = _read(f"/proc/{pid}/task/{thread or pid}/status").splitlines()
     return {name: value.strip() for name, found, value in (line.partition(":") for line in lines) if found}
 
 
 def threads_of(pid: int) -> list[int]:
-    """Return the kernel's ids of the threads of a process; none if it has ended."""
+    """Return the kernel's ids of the threads of a process; empty if the process has ended."""
     with contextlib.suppress(OSError):
         return list(map(int, os.listdir(f"/proc/{pid}/task")))
     return []
 
 
 def number_inside(pid: int) -> int:
-    """Return the number of a process in its own pid namespace, such as a container's; `pid` if it has ended."""
+    """Return a process's number in its own pid namespace, such as a container's; `pid` if the process has ended."""
     return int(status_of(pid).get("NSpid", str(pid)).split()[-1])
 
 
 def ptrace_scope() -> int:
-    """Return Yama's rule on who may trace a process; 0: every process of the same user may."""
+    """Return Yama's rule on which process may trace another; 0 if any process of the same user may."""
     return int(_read("/proc/sys/kernel/yama/ptrace_scope") or 0)
 
 
 def call_ended_by_a_halt(pid: int) -> str:
-    """Return a system call of a process that might fail with EINTR after a short halt; empty if none would."""
+    """Return a system call of a process that might end with EINTR after a short halt; empty if there is none."""
     for thread in threads_of(pid):
         folder = f"/proc/{pid}/task/{thread}"
         call, descriptor = _call(_read(f"{folder}/syscall").split())
@@ -112,7 +116,7 @@ def call_ended_by_a_halt(pid: int) -> str:
 
 
 def _call(words: list[str]) -> tuple[str, int]:
-    """Return the system call that ``/proc/PID/syscall`` shows, and its descriptor."""
+    """Return the system call in the words of ``/proc/PID/syscall``, and the call's descriptor."""
     if len(words) < 3 or not words[0].isdecimal():  # "running", or -1 for no system call
         return "", -1
     call = _BY_NUMBER.get(int(words[0]), f"system call {words[0]}")
@@ -130,23 +134,23 @@ def _path(pid: int, descriptor: int) -> str:
 
 
 def _still_s(folder: str) -> float | None:
-    """Return how long a thread has not run, by the scheduler's clock, which only a thread on the same CPU can read."""
+    """Return how long a thread has not run, by the scheduler's clock, which this thread reads on the other's CPU."""
     then, cpu = _last_ran_ms(f"{folder}/sched"), _last_cpu(folder)
     now = _clock_ms(cpu) if then else 0.0
-    # Read again, because the thread may have moved to another CPU meanwhile, which has another clock.
+    # Both are read again, because the thread may have run since, or have moved to another CPU, which has another clock.
     is_same = cpu == _last_cpu(folder) and then == _last_ran_ms(f"{folder}/sched")
     return max(now - then, 0.0) / 1000 if then and now and is_same else None
 
 
 def _last_cpu(folder: str) -> int:
-    """Return the CPU on which a thread last ran; -1 if it has ended."""
+    """Return the CPU on which a thread last ran; -1 if the thread has ended."""
     with contextlib.suppress(OSError, IndexError):
         return int(stat_fields(folder.removeprefix("/proc/"))[39])
     return -1
 
 
 def _clock_ms(cpu: int) -> float:
-    """Return the scheduler's clock of a CPU; 0 if this thread may not run there."""
+    """Return the scheduler's clock of a CPU, in milliseconds; 0 if this thread may not run on that CPU."""
     try:
         allowed = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {cpu})

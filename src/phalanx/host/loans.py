@@ -1,18 +1,18 @@
-"""Writable memory of a block that is lent to a user, and called back while the user may still have tensors there.
+"""Lends a block's memory to a user for writing, and calls the loan back while the user may still have tensors in it.
 
-Once others read the block, writes to the lent memory must no longer reach the block. If the memory were unmapped or
-made read-only, a process that writes there by mistake would die of SIGSEGV. Instead, the memory keeps its address and
-content but is no longer shared: the kernel copies each page before the next write to it, so the write never reaches the
-block.
+Once other processes read the block, writes to the lent memory must no longer reach the block. If the memory were
+unmapped or made read-only, a process that still writes to it by mistake would die of SIGSEGV. Instead, the memory keeps
+its address and content but is no longer shared: the kernel copies each page before the next write to it, so the write
+never reaches the block.
 
-Mapping 1 GiB anew at the same address would free 262,144 entries of the page table (65 ms), and the next loan would
-need a page fault for each of them. So ``mremap`` first moves whole page tables to another address, which must have the
-same offset within 2 MiB. Moving and mapping then take 0.2 ms together, and the next loan finds its pages mapped. This
-needs Linux 5.13, where MREMAP_DONTUNMAP works on shared memory, so that no thread ever sees a hole; an older kernel
-takes the slow way.
+Mapping 1 GiB again at the same address would free 262,144 entries of the page table (65 ms), and the next loan would
+cause a page fault for each of them. So ``mremap`` first moves whole page tables to another address, which must have the
+same offset within 2 MiB. Moving and mapping together then take 0.2 ms, and the pages of the next loan are already
+mapped. This needs Linux 5.13, where MREMAP_DONTUNMAP works on shared memory, so the address is never unmapped for other
+threads. On an older kernel, the memory is mapped again in the slow way.
 
-A child that is forked while memory is lent keeps the shared mapping, which nobody can call back; `Loans.are_inherited`
-tells whether there may be such a child.
+A child that is forked while memory is lent keeps the shared mapping, which no process can call back;
+`Loans.are_inherited` says whether there may be such a child.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def _count_forks() -> None:
 
 
 class Loans:
-    """The loans of one block; there is at most one at a time.
+    """The loans of one block's memory; there is at most one loan at a time.
 
     Args:
-        fd: Descriptor of the block, which must stay open for as long as this object is used.
+        fd: Descriptor of the block; it must stay open for as long as this object is used.
         size_bytes: Size of the block.
     """
 
@@ -57,23 +57,23 @@ class Loans:
         self._fd, self._size = fd, size_bytes
         self._ready: int | None = None  # address of a writable mapping that is not lent
         self._lent: weakref.ref[memoryview] | None = None
-        self._forks = 0  # number of forks before the loan
+        self._forks = 0  # value of `_num_forks` at the last loan
 
     @property
     def are_lent(self) -> bool:
-        """Whether somebody has the memory and may write into it."""
+        """Whether the memory is lent, so that its user may write to it."""
         return self._lent is not None and self._lent() is not None
 
     @property
     def are_inherited(self) -> bool:
-        """Whether this process has forked since it lent the memory, so that a child may write there for ever."""
+        """Whether this process has forked since the loan, so that a child may always be able to write to the block."""
         return self._lent is not None and self._forks != _num_forks
 
     def lend(self) -> memoryview:
-        """Return the block's memory; writes reach the block until `call_back`. It stays mapped while the view lives.
+        """Return a view of the block's memory, which keeps it mapped. Writes reach the block until `call_back`.
 
         Raises:
-            OSError: There is no address space.
+            OSError: There is no address space left.
         """
         _count_forks()
         self._forks = _num_forks
@@ -89,7 +89,7 @@ class Loans:
         """Keep later writes to the lent memory out of the block.
 
         Raises:
-            OSError: The kernel refuses.
+            OSError: The kernel can't map the memory again.
         """
         if (view := self._lent() if self._lent else None) is not None:
             address = ctypes.addressof(ctypes.c_uint8.from_buffer(view))
@@ -98,7 +98,7 @@ class Loans:
         self._lent = None
 
     def _moved(self, address: int) -> int | None:
-        """Move the pages mapped at `address` to a new address, and return that; None if they can't be moved."""
+        """Move the pages mapped at `address`; return their new address, or None if they can't be moved."""
         libc = _libc()
         room = self._size + _TABLE_BYTES
         try:
@@ -118,7 +118,7 @@ class Loans:
         return target
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, TypeError):  # the interpreter ends, or `__init__` failed
+        with contextlib.suppress(AttributeError, TypeError):  # the interpreter is ending, or `__init__` failed
             if self._ready is not None:
                 _libc().munmap(self._ready, self._size)
 

@@ -1,8 +1,8 @@
 """This host's network interfaces, and the one on the route to another host.
 
-The kernel provides both: addresses through ``SIOCGIFCONF`` and ``/proc/net/if_inet6``, the route through the source
+Both come from the kernel: addresses through ``SIOCGIFCONF`` and ``/proc/net/if_inet6``, the route through the source
 address of a connected UDP socket. Nothing is sent except the resolver's queries. The standard library can't list
-addresses, and psutil would be another dependency just to save thirty lines.
+addresses, and psutil would be a dependency that saves only thirty lines.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Interface(NamedTuple):
 
     Attributes:
         name: Name for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
-        address: IPv4 or IPv6 address, with its scope if it is link-local (``fe80::1%eth0``); empty: none.
+        address: IPv4 or IPv6 address, with its scope if it is link-local (``fe80::1%eth0``); empty if there is none.
         is_up: Whether the interface is configured and has a carrier.
     """
 
@@ -45,8 +45,8 @@ class NetworkError(OSError):
 
     Attributes:
         host: Host name that was given.
-        kind: ``"name"`` (does not resolve), ``"route"`` (there is none), ``"loopback"``, or ``"interface"`` (no
-            interface has the route's address).
+        kind: ``"name"`` (the name does not resolve), ``"route"`` (there is no route), ``"loopback"`` (the route leads
+            to loopback), or ``"interface"`` (no interface has the route's address).
     """
 
     def __init__(self, message: str, host: str, kind: str) -> None:
@@ -58,7 +58,7 @@ class NetworkError(OSError):
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """Return every address of every interface, in the kernel's order; an interface without one appears once."""
+    """Return every address of every interface, in the kernel's order; an interface without an address appears once."""
     found: list[Interface] = []
     addresses = [*_v4_addresses(), *_v6_addresses()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
@@ -73,7 +73,7 @@ def interfaces() -> tuple[Interface, ...]:
 def interface_towards(host: str, port: int = _DISCARD_PORT, *, allow_loopback: bool = False) -> Interface:
     """Return the interface, with its address, through which connections to `host` leave this host.
 
-    For one of this host's own addresses, that is the interface that has it.
+    If `host` is one of this host's own addresses, return the interface that has this address.
 
     Args:
         host: Name or address.
@@ -124,20 +124,20 @@ def preferred_address(found: Sequence[Interface]) -> str:
 
 
 def host_identity(pretended: str = "") -> str:
-    """Return an identity of this host: its boot, and the network and PID namespaces of its ranks.
+    """Return an identity of this host: its boot id, and the network and PID namespaces of this process.
 
     Containers share the machine's kernel, but a container with its own network or PID namespace counts as a host of its
     own: ranks find each other through the network namespace and watch each other through the PID namespace.
 
     Args:
-        pretended: Value of PHALANX_HOST, which divides one host into several.
+        pretended: Value of PHALANX_HOST, which makes ranks of one host count as ranks of several hosts.
     """
     processes = os.readlink("/proc/self/ns/pid") if sys.platform == "linux" else ""
     return f"{network_identity()} {processes} {pretended}".rstrip()
 
 
 def network_identity() -> str:
-    """Return an identity of this host's network, which containers may share."""
+    """Return an identity of this host's network namespace; containers may share one."""
     if sys.platform != "linux":
         return socket.gethostname()
     return f"{boot_id()} {os.readlink('/proc/self/ns/net')}"
@@ -167,7 +167,7 @@ def _owner_of(source: tuple, target: str, host: str, allow_loopback: bool) -> In
             "loopback",
         )
     mine = [one for one in known if one.address == address]
-    # lo answers for all of 127.0.0.0/8, so an address such as 127.0.0.2 has no entry of its own.
+    # All of 127.0.0.0/8 belongs to lo, although interfaces() does not list an address such as 127.0.0.2.
     mine = mine or [one._replace(address=address) for one in known if one.is_loopback and is_loopback(address)]
     if not mine:
         raise NetworkError(f"no interface has {address}, from which {host} is reached", host, "interface")
@@ -184,7 +184,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _v4_addresses() -> Iterator[tuple[str, str]]:
-    """Yield name and address; an interface may have several."""
+    """Yield pairs of an interface's name and an address; an interface may have several addresses."""
     room = array.array("B", bytes(_MOST_ADDRESSES * _IFREQ_BYTES))
     pointer, num_bytes = room.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:

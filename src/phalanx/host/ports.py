@@ -1,4 +1,4 @@
-"""The port on which rank 0 will listen: reserves it without listening, and names the process that has it already."""
+"""Reserves the port on which rank 0 will listen, and names the process that uses a port that is not free."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _BACKLOG = 128  # connections that wait to be accepted
 
 
 class ReservedPort:
-    """A TCP port bound but not listened on, so that no other job is given it.
+    """A TCP port that this process binds without listening on it, so that no other job gets the port.
 
-    SO_REUSEADDR on both sides lets rank 0 bind and listen on the port although we hold it. The kernel gives the port
-    neither to a process that asks for any free port, nor to an outgoing connection (``inet_csk_get_port``).
+    Because this process and rank 0 both set SO_REUSEADDR, rank 0 can bind the port and listen on it although it is
+    bound here. The kernel gives the port neither to a process that asks for any free port, nor to an outgoing
+    connection (``inet_csk_get_port``).
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -28,9 +29,9 @@ class ReservedPort:
 
 
 def port_problem(port: int) -> str | None:
-    """Return why rank 0 could not listen on `port` of this machine, with the owner's name; None if it could."""
+    """Return why rank 0 could not listen on `port` here, such as which process uses it; None if it could."""
     try:
-        open_listener(port).close()  # some kernels would let us bind beside a listener, but none would let us listen
+        open_listener(port).close()  # bind() may succeed beside a listener on some kernels, but listen() on none
     except PermissionError:
         return f"port {port} needs root"
     except OSError as error:
@@ -48,10 +49,10 @@ def port_advice(max_nodes: int) -> str:
 
 
 def bound_socket(port: int = 0) -> socket.socket:
-    """Return a socket bound to `port` on all addresses, including IPv6 where this host has it; 0: any free port.
+    """Return a socket bound to `port` on all addresses, including IPv6 if this host has it; port 0 means any free port.
 
     Raises:
-        OSError: Somebody listens on the port.
+        OSError: Another process listens on the port.
     """
     try:
         return _bound(socket.AF_INET6, ("::", port))
@@ -62,9 +63,9 @@ def bound_socket(port: int = 0) -> socket.socket:
 
 
 def open_listener(port: int) -> socket.socket:
-    """Return a socket that listens on `port` on all addresses; 0: any free port.
+    """Return a socket that listens on `port` on all addresses; port 0 means any free port.
 
-    If two processes do this at once, both may bind, but only one can listen.
+    If two processes call this at the same time, both may bind the port, but only one of them can listen.
 
     Raises:
         OSError: The port is taken.
@@ -92,7 +93,7 @@ def _bound(family: socket.AddressFamily, address: tuple[str, int]) -> socket.soc
 
 
 def _owner(port: int) -> str:
-    """Return the process that listens on `port`, as ``pid 4242 (python train.py)``; "" if it can't be seen."""
+    """Return the process that listens on `port`, as ``pid 4242 (python train.py)``; "" if this user may not see it."""
     inodes = {inode for table in ("tcp", "tcp6") for inode in _listeners(table, port)}
     wanted = {f"socket:[{inode}]" for inode in inodes}
     for pid in filter(str.isdigit, os.listdir("/proc")):

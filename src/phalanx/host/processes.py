@@ -1,4 +1,4 @@
-"""Processes as ``/proc`` shows them. A process that ends meanwhile counts as gone, not as an error."""
+"""Processes as ``/proc`` shows them. A process that ends while it is being read counts as ended: there is no error."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A process at the moment when it was looked at; see proc_pid_stat(5).
+    """A snapshot of a process's state; see proc_pid_stat(5).
 
     Attributes:
-        state: Letter of its state: R runs, S sleeps, D waits for a disk or the like, T stopped, t traced, Z zombie.
-        start_time: Clock ticks from the host's boot to its start: tells a reused pid apart.
-        cpu_s: CPU time of all its threads so far, in seconds.
-        rss_bytes: Resident memory; shared pages count in each process.
-        is_kernel: Whether it is a kernel thread rather than a program.
+        state: Letter for the state: R running, S sleeping, D waiting for a disk or similar, T suspended by a signal, t
+            traced, Z zombie.
+        start_time: Clock ticks from the host's boot to the start of the process; together with the pid, this identifies
+            the process, because pids are reused.
+        cpu_s: CPU time of all threads of the process so far, in seconds.
+        rss_bytes: Resident memory; a shared page counts in every process that maps it.
+        is_kernel: Whether the process is a kernel thread rather than a program.
     """
 
     pid: int
@@ -41,13 +43,13 @@ class Process:
 
     @property
     def age_s(self) -> float:
-        """Seconds since it was started."""
+        """Seconds since the process was started."""
         with open("/proc/uptime") as file:
             return float(file.read().split()[0]) - self.start_time / _TICKS_PER_S
 
 
 def process_of(pid: int) -> Process | None:
-    """Return a process; None if it has ended."""
+    """Return the state of the process with this pid; None if the process has ended."""
     try:
         fields = stat_fields(pid)
     except OSError:
@@ -83,21 +85,21 @@ def count_threads(user: int) -> int:
 
 
 def command_of(pid: int) -> list[str]:
-    """Return the words of a process's command line; none if it has ended, or belongs to the kernel."""
+    """Return the words of a process's command line; empty if the process has ended, or belongs to the kernel."""
     return [word.decode(errors="replace") for word in _read(pid, "cmdline").split(b"\0") if word]
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Return the environment that a process was started with; empty if it can't be read.
+    """Return the environment with which a process was started; empty if it can't be read.
 
-    Variables that it has set since then are missing, and so are those that a forked rank was given.
+    Variables that the process has set since then are missing, including those that a launcher sets in a forked rank.
     """
     pairs = (word.decode(errors="replace").partition("=") for word in _read(pid, "environ").split(b"\0"))
     return {name: value for name, is_pair, value in pairs if is_pair}
 
 
 def working_folder(pid: int) -> str:
-    """Return the current folder of a process; empty if it has ended, or this user may not see it."""
+    """Return the current folder of a process; empty if the process has ended, or if this user may not see it."""
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/{pid}/cwd")
     return ""
@@ -115,7 +117,7 @@ def open_files(pid: int | str = "self") -> dict[int, str]:
 
     Raises:
         FileNotFoundError: The process has ended.
-        PermissionError: This user may not look into it.
+        PermissionError: This user may not inspect the process.
     """
     found = {}
     for name in os.listdir(f"/proc/{pid}/fd"):
@@ -125,9 +127,9 @@ def open_files(pid: int | str = "self") -> dict[int, str]:
 
 
 def pss_of(pid: int) -> int | None:
-    """Return the memory of a process in bytes, with shared pages divided among their users; None if it can't be read.
+    """Return a process's memory in bytes, in which each shared page is divided among its users; None if unreadable.
 
-    The kernel walks all pages for this, under a lock that the process may wait for.
+    For this, the kernel visits all pages, under a lock for which the process may have to wait.
     """
     for line in _read(pid, "smaps_rollup").splitlines():
         if line.startswith(b"Pss:"):
@@ -136,7 +138,7 @@ def pss_of(pid: int) -> int | None:
 
 
 def owner_of(pid: int) -> str:
-    """Return the name or number of the user to whom a process belongs; empty if it has ended."""
+    """Return the name or number of the user who owns a process; empty if the process has ended."""
     try:
         user = os.stat(f"/proc/{pid}").st_uid
         return pwd.getpwuid(user).pw_name
@@ -147,9 +149,9 @@ def owner_of(pid: int) -> str:
 
 
 def off_limits(pid: int) -> str:
-    """Return a phrase that says why this user may not look into a process; "" if it may, or the process has ended."""
+    """Return a phrase that says why this user may not inspect a process; "" if it may, or if the process has ended."""
     try:
-        os.readlink(f"/proc/{pid}/cwd")  # fails unless this user may read its memory
+        os.readlink(f"/proc/{pid}/cwd")  # fails unless this user may read the process's memory
     except PermissionError:
         with contextlib.suppress(FileNotFoundError):
             is_own = os.stat(f"/proc/{pid}").st_uid == os.geteuid()
@@ -161,7 +163,7 @@ def off_limits(pid: int) -> str:
 
 
 def descendants(root: int, processes: Mapping[int, Process]) -> list[Process]:
-    """Return the processes below `root`, each after its parent."""
+    """Return the descendants of process `root`, each after its parent."""
     found: list[Process] = []
     parents = {root}
     left = dict(processes)

@@ -1,7 +1,8 @@
-"""Finds the launcher that started this process, and its place there: torchrun's contract, MPI, Slurm or Kubeflow.
+"""Finds this process's launcher and rank in the variables of torchrun, MPI, Slurm or Kubeflow.
 
-One small class per environment answers one question, `place`. The classes are asked from the innermost launcher
-outwards, and the first answer counts: a rank that ``phalanx run`` starts inside a Slurm job has the variables of both.
+One small class per environment has one method, `place`. The methods are called in order, from the innermost launcher to
+the outermost, and the first result counts: a rank that ``phalanx run`` starts inside a Slurm job has the variables of
+both.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ class Placement:
         rank: Rank of this process among `world_size`.
         local_rank: Rank of this process among the `local_world_size` on this host.
         node_rank: Number of this host among `num_nodes`.
-        master_addr: Host of rank 0; None: unknown.
-        hosts: All hosts, that of rank 0 first; empty: unknown.
-        master_port: Port on that host, the same on every rank and used by no other job; None: unknown.
-        rank_variable: Environment variable that the launcher sets in each process, but does not have itself.
-        knows_hosts: Whether the environment tells which ranks share a host; otherwise `local_rank` and the like mean
-            nothing.
+        master_addr: Host of rank 0; None if unknown.
+        hosts: All hosts, rank 0's host first; empty if unknown.
+        master_port: Port on rank 0's host, the same on every rank and used by no other job; None if unknown.
+        rank_variable: Environment variable that the launcher sets in each process that it starts, but does not have
+            itself.
+        knows_hosts: Whether the environment says which ranks share a host; otherwise `local_rank`, `node_rank` and the
+            fields that go with them have no meaning.
     """
 
     scheduler: str
@@ -60,12 +62,12 @@ class Placement:
 
 
 class Scheduler(Protocol):
-    """An environment that processes are started in."""
+    """A launcher or scheduler, recognized by the environment of the processes that it starts."""
 
     name: str
 
     def place(self, environ: Mapping[str, str]) -> Placement | None:
-        """Return this process's place; None if someone else started it.
+        """Return this process's place; None if another launcher started the process.
 
         Raises:
             ValueError: The environment contradicts itself.
@@ -74,7 +76,7 @@ class Scheduler(Protocol):
 
 
 class Contract:
-    """torchrun's variables, set by any launcher; if they were set by hand, those about hosts may be missing."""
+    """torchrun's variables, set by any launcher; if they were set by hand, the variables about hosts may be missing."""
 
     name = "the environment"
 
@@ -86,7 +88,7 @@ class Contract:
         if not given:
             return None
         rank, size = _int(environ, "RANK"), _int(environ, "WORLD_SIZE")
-        # Facts that only this rank knows must not decide, because all ranks must find the same number of hosts.
+        # Facts that only this rank knows must not be used here, because all ranks must find the same number of hosts.
         knows_hosts = "LOCAL_RANK" in environ and "LOCAL_WORLD_SIZE" in environ
         local_rank = _int(environ, "LOCAL_RANK") if knows_hosts else 0
         local_size = max(1, _int(environ, "LOCAL_WORLD_SIZE")) if knows_hosts else 1
@@ -105,7 +107,7 @@ class Contract:
 
 
 class OpenMpi:
-    """``mpirun`` of Open MPI. Ranks are assumed to be mapped to hosts in order, which is its default."""
+    """``mpirun`` of Open MPI. Ranks are assumed to be mapped to hosts in order, which is the default of ``mpirun``."""
 
     name = "Open MPI"
 
@@ -132,7 +134,7 @@ class Hydra:
 
 
 class Slurm:
-    """A task that ``srun`` started. A batch script, or a shell in an allocation, is not a task: it runs alone."""
+    """A task that ``srun`` started. A batch script, or a shell in an allocation, is not a task, and has no place."""
 
     name = "Slurm"
 
@@ -146,7 +148,8 @@ class Slurm:
         per_node = _first(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
         counts = expand_counts(per_node) if per_node else [size // num_nodes] * num_nodes
         hosts = _first(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-        # Every task of a step computes the same port. Other steps and jobs, which may share the host, compute another.
+        # Every task of a step computes the same port. Other steps and jobs, which may share the host, compute different
+        # ports.
         job, step = _int(environ, "SLURM_JOB_ID", 0), _int(environ, "SLURM_STEP_ID", 0)
         return Placement(
             scheduler=self.name,
@@ -164,7 +167,7 @@ class Slurm:
 
 
 class Kubeflow:
-    """A pod of a PyTorchJob or TrainJob: its PET_* variables describe nodes, for a launcher."""
+    """A pod of a PyTorchJob or TrainJob: its PET_* variables describe nodes, and are meant for a launcher."""
 
     name = "Kubeflow"
 
@@ -212,8 +215,8 @@ def detect(environ: Mapping[str, str]) -> Placement | None:
 def detect_node(environ: Mapping[str, str]) -> Placement | None:
     """Return the place of a launcher with this environment among the tasks that a scheduler started.
 
-    Return None for the environment of a rank, because a launcher that a rank starts runs a job of its own. The PET_*
-    variables are ignored: for a launcher, they are flags.
+    Return None for the environment of a rank, because a launcher that a rank starts runs a separate job. The PET_*
+    variables are ignored here, because the launcher reads them as flags.
     """
     if "LOCAL_RANK" in environ and "RANK" in environ:
         return None
@@ -221,7 +224,7 @@ def detect_node(environ: Mapping[str, str]) -> Placement | None:
 
 
 def contradiction(place: Placement, num_local_ranks: int) -> str:
-    """Return what is wrong with a launcher in this place, in one line; empty if nothing is."""
+    """Return, in one line, what is wrong with a launcher in this place; empty if nothing is wrong."""
     if place.local_world_size == 1:
         return ""
     right = {
@@ -236,7 +239,7 @@ def contradiction(place: Placement, num_local_ranks: int) -> str:
 
 
 def unused_nodes(environ: Mapping[str, str]) -> int:
-    """Return how many nodes Slurm gave to a job that nobody has spread over them yet; 0 if there are none."""
+    """Return how many nodes Slurm has allocated, if there are several and no ``srun`` uses them yet; otherwise 0."""
     if _in_slurm_step(environ) or "LOCAL_RANK" in environ:
         return 0
     num_nodes = _int(environ, "SLURM_JOB_NUM_NODES", 1) if "SLURM_JOB_ID" in environ else 1
@@ -265,13 +268,13 @@ def _mpi_place(
 
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
-    # A batch script has SLURM_PROCID, too; a shell of salloc may be a step, but one with a number near 2**32.
+    # A batch script also has SLURM_PROCID. A shell of salloc may be a step, but its step has a number near 2**32.
     step = _first(environ, "SLURM_STEP_ID", "SLURM_STEPID")
     return "SLURM_PROCID" in environ and step.isdigit() and int(step) < 0xFFFFFFF0
 
 
 def expand_counts(text: str) -> list[int]:
-    """Return ``[2, 2, 2, 1]`` for ``2(x3),1``, as Slurm writes tasks per node.
+    """Return ``[2, 2, 2, 1]`` for ``2(x3),1``, Slurm's notation for tasks per node.
 
     Raises:
         ValueError: The text has another form.
@@ -286,7 +289,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def first_host(nodelist: str) -> str:
-    """Return ``gpu03`` for ``gpu[03-05,9],login1``, as Slurm writes hosts."""
+    """Return ``gpu03`` for ``gpu[03-05,9],login1``, Slurm's notation for hosts."""
     host, position = "", 0
     while position < len(nodelist) and nodelist[position] != ",":
         if nodelist[position] == "[":
@@ -300,7 +303,7 @@ def first_host(nodelist: str) -> str:
 
 
 def expand_hosts(nodelist: str) -> tuple[str, ...]:
-    """Return ``gpu03``, ``gpu04``, ``gpu05`` and ``login1`` for ``gpu[03-05],login1``, as Slurm writes hosts."""
+    """Return ``gpu03``, ``gpu04``, ``gpu05`` and ``login1`` for ``gpu[03-05],login1``, Slurm's notation for hosts."""
     hosts = []
     for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodelist):
         pieces = re.split(r"\[([^\]]*)\]", part.strip())

@@ -1,43 +1,43 @@
 """Memory of this host that several processes map: how it is made, handed over, held and counted.
 
-A **block** is a memfd: it has no name, so nothing is left when its last holder has ended, however that happened, and
-the size of ``/dev/shm`` does not matter. `Block.create` allocates every page before anybody uses one, so a shortage is
-an OSError here and never a SIGBUS later. It also seals the size, so no process can take pages away from another. Before
-that, it checks the limits of the host and of cgroups, because the kernel does not refuse memory beyond a limit, but
-kills a process.
+A **block** is a memfd. It has no name, so nothing is left when its last holder has ended, even if that holder was
+killed, and the size of ``/dev/shm`` does not matter. `Block.create` first checks the limits of the host and of cgroups,
+because the kernel does not refuse memory beyond a limit, but kills a process. Then it allocates every page before a
+process uses one, so a shortage causes an OSError here and never a SIGBUS later. It also seals the size, so no process
+can take pages away from another process.
 
 **Hand-over.** `Block.address` is plain data that fits into JSON: the process, the number of the descriptor, the file's
 inode and size. A peer of the same user on this host calls `Block.open(address)`, which opens ``/proc/PID/fd`` and
 compares inode, size and seal with the address. So the holder needs no serving thread, and the peer gets an OSError if
 the holder has ended or its pid was reused. The alternative is to pass the descriptor over a socket (SCM_RIGHTS). That
-works across pid namespaces, but needs a thread, or a moment in which both sides are there. Only the job's segment
-(``csrc/memory/segment.h``) is passed in this way, because it is handed over before ranks know each other.
+works across pid namespaces, but needs a thread, or a time at which both sides are ready. Only the job's segment
+(``csrc/memory/segment.h``) is passed over a socket, because it is handed over before ranks know each other.
 
-**Who holds it.** Memory lives as long as somebody maps it or has it open. The creator is the owner: it may `close` the
-block, and processes that have mapped it keep their mappings. To let a block outlive a rank, a process that lives longer
-(the supervisor of ``phalanx run``) opens it and passes on its own `address`. This module does not import torch, so the
-supervisor can use it.
+**Who holds it.** A block exists as long as a process maps it or has it open. The creator is the owner: it may `close`
+the block, and processes that have mapped the block keep their mappings. To let a block outlive a rank, a process that
+lives longer (the supervisor of ``phalanx run``) opens the block and passes on the `address` of its own descriptor. This
+module does not import torch, so the supervisor can use it.
 
-**Who reads it now.** Memory that changes after others have mapped it needs a lock, too. `Block.hold` takes a lock of
-the kernel (``flock``) on the memfd, which either several readers share or one writer has alone. The lock belongs to the
-open file, which the mapping keeps open. So it lasts until the last tensor of the mapping is gone, in forked children
-too, and a process that is killed holds nothing. Counters in the memory, by contrast, would stay as a dead reader left
-them. ``/proc/locks`` names the holders.
+**Who reads it now.** A block whose content changes after other processes have mapped it also needs a lock. `Block.hold`
+takes a lock of the kernel (``flock``) on the memfd: several readers share the lock, or one writer has it alone. The
+lock belongs to the open file, which the mapping keeps open. So the lock lasts until the last tensor of the mapping is
+gone, in forked children too, and a killed process holds no lock. Counters in the memory, by contrast, would keep the
+value that a dead reader left. ``/proc/locks`` names the holders of locks.
 
-**To build on it.** A rank that publishes: ``block = Block.create(size, "dataset")``, write into `block.memory`, then
-send the others `block.address` through a store or a collective, and keep the block. A reader: ``Block.open(address,
-"dataset")``, then ``torch.frombuffer(block.memory, ...)``; the tensor keeps the mapping, so the block need not be kept.
-A block that was handed over is never used for anything else: others may map it for as long as they like. Memory that
-only its owner has ever seen may be used again (`phalanx.backend.windows.tensors` keeps such blocks, and gives them back
-when memory is short). If peers are to read torch's blocks directly, the pool of ``csrc/process/blocks.h`` can lie in
-one block, whose address is handed over once.
+**How to use it.** A rank that publishes data calls ``block = Block.create(size, "dataset")``, writes into
+`block.memory`, sends `block.address` to the other ranks through a store or a collective, and keeps the block. A reader
+calls ``Block.open(address, "dataset")``, then ``torch.frombuffer(block.memory, ...)``; the tensor keeps the mapping, so
+the reader need not keep the block. A block that was handed over is never used for other data, because other processes
+may map it without a time limit. Memory that only its owner has mapped may be used again
+(`phalanx.backend.windows.tensors` keeps such blocks, and frees them when memory is short). If peers are to read torch's
+blocks directly, the pool of ``csrc/process/blocks.h`` can be placed in one block, whose address is handed over once.
 
-**Counting.** `held_bytes` counts what this process maps, by purpose. The kernel charges the pages to the cgroup of the
-process that created them. It also counts them, while they are mapped and touched, in the RSS of each process that maps
-them (``RssShmem`` in ``/proc/PID/status``), so ``phalanx top`` shows shared memory once for each rank that uses it.
+**Counting.** `held_bytes` counts the bytes that this process maps, by purpose. The kernel charges the pages to the
+cgroup of the process that created them. It also counts pages in the RSS of each process that maps and has touched them
+(``RssShmem`` in ``/proc/PID/status``), so ``phalanx top`` counts shared memory once for each rank that uses it.
 ``/proc/PID/fd`` shows ``/memfd:phalanx-PURPOSE`` for each block that a process holds.
 
-`unnamed_file` makes the other memfds of this library, files that only happen to lie in memory: boxes, notes, snapshots.
+`unnamed_file` makes the other memfds of this library, which are used as ordinary files: boxes, notes, snapshots.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ from typing import NamedTuple
 from phalanx._text import in_units
 from phalanx.host.cgroups import known_memory
 
-_LEAST_LEFT = 32 << 20  # bytes of a cgroup or of the host that a block must leave to others
-_SMALL = 1 << 20  # below this many bytes, checking the limits costs more than the block
+_LEAST_LEFT = 32 << 20  # bytes that a new block must leave free in every cgroup and on the host
+_SMALL = 1 << 20  # for blocks of fewer bytes, checking the limits would cost more than making the block
 
-_PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)  # pages that nobody writes take no memory
+_PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)  # pages that are never written take no memory
 
 _mapped: weakref.WeakKeyDictionary[mmap.mmap, str] = weakref.WeakKeyDictionary()
 """The mappings of this process, and the purpose of each."""
 
 
 class Address(NamedTuple):
-    """The place where another process of this host finds a block, with facts that identify the block."""
+    """The process and descriptor through which other processes open a block, with facts that identify the block."""
 
     pid: int
     fd: int
@@ -76,7 +76,7 @@ def unnamed_file(name: str, *, can_seal: bool = False) -> int:
     """Return the descriptor of a new empty memfd. Programs that this process starts do not inherit it.
 
     Raises:
-        OSError: The kernel, a sandbox or the limit of descriptors refuses it.
+        OSError: The kernel, a sandbox or the limit on descriptors does not allow it.
     """
     return os.memfd_create(name, os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if can_seal else 0))
 
@@ -87,7 +87,7 @@ def path_of(fd: int, pid: int | None = None) -> str:
 
 
 def held_bytes() -> dict[str, int]:
-    """Return the bytes of the blocks that this process maps, its own and those of others, by purpose."""
+    """Return the bytes of all blocks that this process maps, including other processes' blocks, by purpose."""
     total: dict[str, int] = {}
     for memory, purpose in list(_mapped.items()):
         total[purpose] = total.get(purpose, 0) + len(memory)
@@ -98,7 +98,7 @@ class Block:
     """Memory of this host that this process holds; see `create` and `open`.
 
     Attributes:
-        purpose: Name of its use, under which it is counted.
+        purpose: Word for the block's use; `held_bytes` counts the block under this word.
         size_bytes: Size, at least 1.
         memory: The mapping, readable and writable. Tensors and views of it keep it alive, even without this block.
         is_closed: Whether the block can't be handed over any more.
@@ -122,10 +122,11 @@ class Block:
 
         Args:
             size_bytes: Size, at least 1.
-            purpose: Word for its use, which is part of the memory's name in ``/proc``.
+            purpose: Word for the block's use; it is part of the memory's name in ``/proc``.
 
         Raises:
-            OSError: The host, a cgroup or a limit of this process (``ulimit -f``, ``-n``, ``-v``) has no room for it.
+            OSError: The host, a cgroup or a limit of this process (``ulimit -f``, ``-n``, ``-v``) has no room for the
+                block.
         """
         if size_bytes >= _SMALL:
             require_room(size_bytes)
@@ -144,18 +145,17 @@ class Block:
         """Return a block that another process of this host holds.
 
         Args:
-            address: Address that its holder has announced.
-            purpose: Word for its use.
+            address: Address that the block's holder has passed on.
+            purpose: Word for the block's use.
             is_private: Whether this process's writes stay private: the kernel copies each page before the first write
-                to it, and no write reaches the block.
+                to that page, and no write reaches the block.
 
         Raises:
-            OSError: The holder has ended, or another process has its pid by now; the holder belongs to another user or
-                runs in another container; or a limit of this process (``ulimit -n``, ``-v``) has no room for the block.
+            OSError: The holder has ended, another process has its pid by now, it belongs to another user or it runs in
+                another container; or a limit of this process (``ulimit -n``, ``-v``) has no room for the block.
         """
         access = os.O_RDONLY if is_private else os.O_RDWR
-        # By now, that process may have a pipe or a terminal under this number; with these flags, opening it does no
-        # harm.
+        # By now, the descriptor's number may belong to a pipe or a terminal, which these flags make harmless to open.
         fd = os.open(path_of(address.fd, address.pid), access | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             found = os.fstat(fd)
@@ -169,7 +169,7 @@ class Block:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this process is a forked child of the process that made or opened the block, and shares it."""
+        """Whether this process is a forked child of the process that made or opened the block."""
         return self._pid != os.getpid()
 
     @property
@@ -179,13 +179,14 @@ class Block:
         return Address(os.getpid(), self._fd, os.fstat(self._fd).st_ino, self.size_bytes)
 
     def hold(self, *, alone: bool = False) -> bool:
-        """Lock the content against changes or, with `alone`, in order to change it; never wait.
+        """Try to lock the content against changes or, with `alone`, in order to change it; return without waiting.
 
-        The lock lasts until `release`, or until this block is closed and its mapping is gone, here and in forked
-        children.
+        The lock lasts until `release`, or until this block is closed and its mapping is gone, in this process and in
+        forked children.
 
         Returns:
-            Whether the lock was taken; False if another process has it alone or, with `alone`, has it at all.
+            Whether the lock was taken. It is not taken if another process has it alone or, with `alone`, if any other
+            process has it.
         """
         try:
             fcntl.flock(self._fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -198,18 +199,18 @@ class Block:
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Stop holding the block. Mappings stay, here and elsewhere; the memory is freed with the last of them."""
+        """Stop holding the block. Mappings in all processes remain; the memory is freed when the last one is gone."""
         if not self.is_closed:
             self.is_closed = True
             os.close(self._fd)
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, OSError, TypeError):  # the interpreter ends, or `__init__` failed
+        with contextlib.suppress(AttributeError, OSError, TypeError):  # the interpreter is ending, or `__init__` failed
             self.close()
 
 
 def holders_of(inode: int) -> set[int]:
-    """Return the processes that `hold` the content of a block, as far as ``/proc/locks`` tells."""
+    """Return the processes that `hold` the content of a block, if ``/proc/locks`` shows them."""
     found = set()
     with contextlib.suppress(OSError), open("/proc/locks") as file:
         for line in file:
@@ -220,7 +221,7 @@ def holders_of(inode: int) -> set[int]:
 
 
 def require_room(size_bytes: int) -> None:
-    """Raise an OSError if the host or a cgroup has no room for that many more bytes."""
+    """Raise an OSError if the host or a cgroup has no room for `size_bytes` more bytes."""
     for memory in known_memory():
         if size_bytes + _LEAST_LEFT > memory.left_bytes:
             raise OSError(

@@ -1,4 +1,4 @@
-"""A decorator whose functions reject unknown arguments and name the one that was probably meant."""
+"""A decorator for functions: a call with an unknown argument raises an error that suggests the right name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _R = TypeVar("_R")
 def naming_arguments(
     unknown: Callable[[str, str, list[str]], TypeError],
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Return a decorator: if a function is called with an unknown argument, it raises the error that `unknown` returns.
+    """Return a decorator: a call of the decorated function with an unknown argument raises the error from `unknown`.
 
     Args:
-        unknown: Function that takes the function's name, the argument's name and all known names; returns the error.
+        unknown: Function that is passed the decorated function's name, the unknown argument and all known arguments,
+            and returns the error.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -18,7 +18,7 @@ from phalanx.wire.rank_group import RankGroup
 
 _NUMBERS = "numbers"
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_OTHER_NAMES = {  # names of precisions in other libraries and in torch, with ours
+_OTHER_NAMES = {  # maps the names of precisions in torch and in other libraries to ours
     "32": "fp32", "32-true": "fp32", "float32": "fp32", "float": "fp32", "no": "fp32", "none": "fp32",
     "bf16-mixed": "bf16", "bfloat16": "bf16",
     "16": "fp16", "16-mixed": "fp16", "float16": "fp16", "half": "fp16",
@@ -33,7 +33,7 @@ _OF_WEIGHTS = {
 
 
 def right_precision(given: object) -> str:
-    """Return what to write instead of another library's name for a precision; "" if the name is unknown."""
+    """Return our spelling of a precision that another library names `given`; "" if the name is unknown."""
     name = str(given).lower().removeprefix("torch.")
     if name in _OF_WEIGHTS:
         return f'"fp32" and model.to(torch.{_OF_WEIGHTS[name]}), because this changes the weights too'
@@ -41,7 +41,7 @@ def right_precision(given: object) -> str:
 
 
 def checked_precision(call: str, precision: str) -> str:
-    """Return the precision if it exists.
+    """Return `precision` if it is a precision that phalanx supports.
 
     Raises:
         ValueError: There is no such precision; the error suggests the right call if another library uses the name.
@@ -55,7 +55,7 @@ def checked_precision(call: str, precision: str) -> str:
 
 @contextlib.contextmanager
 def synchronizing(model: Any, averages: bool) -> Iterator[None]:
-    """Average gradients over the ranks in this backward pass if `averages`, otherwise only accumulate them."""
+    """Let backward passes in the block average gradients over the ranks if `averages`, else only accumulate them."""
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
         model.set_requires_gradient_sync(averages)
     with contextlib.nullcontext() if averages or not hasattr(model, "no_sync") else model.no_sync():
@@ -64,10 +64,11 @@ def synchronizing(model: Any, averages: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def going_first(rank: int, is_first: bool) -> Iterator[None]:
-    """Run a block on the ranks that go first, then on the others. Every rank must call it.
+    """Run a block on the ranks with `is_first`, then on the other ranks. Every rank must call this.
 
     Raises:
-        PhalanxError: The block raised on a rank that went first; it does not run on the others, which raise this.
+        PhalanxError: The block raised an exception on a rank that went first. The block then does not run on the other
+            ranks, which raise this error instead.
     """
     if is_first:
         try:
@@ -114,7 +115,7 @@ def _gather_tensor(tensor: Tensor, num_rows: Sequence[int], total: int | None, r
     parts = ranks.gather_tensor(padded)
     if total is None:
         joined = torch.cat([part[:num] for part, num in zip(parts, num_rows, strict=True)])
-    else:  # row i of rank r is sample i * ranks + r of the dataset, because the sampler dealt them out in turn
+    else:  # row i of rank r is sample i * num_ranks + r of the dataset, because the sampler deals out samples in turn
         joined = torch.stack(parts, dim=1).flatten(0, 1)[:total]
     return joined.to(tensor.device)
 
@@ -145,7 +146,7 @@ def _check(told: Sequence[Any]) -> None:
 
 
 def _describe(leaf: Any) -> tuple[Any, ...]:
-    """Return the number of rows, the dtype and the other dimensions of a tensor; wrap any other value unchanged."""
+    """Return a tensor's number of rows, its dtype and its other dimensions; return any other value in a tuple."""
     if not isinstance(leaf, Tensor):
         return (leaf,)
     return (len(leaf) if leaf.dim() else 1, str(leaf.dtype), tuple(leaf.shape[1:]))
@@ -156,7 +157,7 @@ def _take_apart(value: Any, leaves: list[Any]) -> Any:
     if isinstance(value, Mapping):
         return [(repr(key), _take_apart(item, leaves)) for key, item in value.items()]
     if type(value) is list and value and all(isinstance(item, int | float) for item in value):
-        return _NUMBERS  # marks a list of only numbers, which every rank refuses
+        return _NUMBERS  # marks a list that holds only numbers, which every rank rejects
     if isinstance(value, tuple | list):
         return [_take_apart(item, leaves) for item in value]
     leaves.append(value)
@@ -164,7 +165,7 @@ def _take_apart(value: Any, leaves: list[Any]) -> Any:
 
 
 def _has_numbers(shape: Any) -> bool:
-    """Return whether the structure contains a list of only numbers."""
+    """Return whether the structure contains a list that holds only numbers."""
     return shape == _NUMBERS or (isinstance(shape, list | tuple) and any(map(_has_numbers, shape)))
 
 

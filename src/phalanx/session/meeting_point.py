@@ -1,13 +1,14 @@
 """Finds this process's rank and the store in which it meets the other ranks, the first steps of `phalanx.init`.
 
-torch's ``env://`` knows only RANK. The plugin puts this reader of schedulers in front of it, so mpirun and srun work
-without `phalanx.init`.
+torch's ``env://`` reads only RANK and WORLD_SIZE. Phalanx's plugin calls `meet_under_scheduler` first, so jobs started
+by mpirun and srun work even without `phalanx.init`.
 
 - **mpirun on one host:** ranks meet through a file named after their launcher (pid and start time of the nearest
-  ancestor that is no rank). They do not use a port derived from the job's number, which another program might use.
-- **mpirun across hosts:** ranks meet at MASTER_ADDR, because MPI does not say where rank 0 is; or, if mpi4py is the
-  bridge, through a broadcast over MPI.
-- **Slurm:** the port is derived from job and step, because a job's tasks don't necessarily share a folder.
+  ancestor that is not a rank). A port derived from the job's number might be in use by another program.
+- **mpirun across hosts:** ranks meet at MASTER_ADDR, because mpirun does not say on which host rank 0 is. If mpi4py is
+  the bridge, rank 0 broadcasts its address over MPI instead.
+- **Slurm:** the port is derived from the numbers of the job and the step, because the tasks may not share a folder in
+  which to exchange a free port.
 - **Ranks set by hand** exchange their hosts (boot, network namespace) through the store before `phalanx.init` chooses a
   backend. An earlier version guessed the hosts from MASTER_ADDR: ranks then found different numbers of hosts, and so
   chose different backends.
@@ -38,12 +39,12 @@ from phalanx.wire.store import JsonStore
 from phalanx.wire.waiting import wait_until
 
 _LOCAL_ADDRESS = "127.0.0.1"
-_HOSTS_S = 300.0  # time limit for ranks that have met to report their hosts; one may be stopped in a debugger
+_HOSTS_S = 300.0  # time for each rank to report its host after the ranks have met; a rank may be paused in a debugger
 _num_meetings = 0
 
 
 def find_place(rank: int | None, world_size: int | None) -> Placement:
-    """Return this process's place in the job: as given, else from its launcher, else as a job of one rank."""
+    """Return this process's place in the job: from the arguments, or from its launcher, or for a job of one rank."""
     if (rank is None) != (world_size is None):
         raise ValueError("rank and world_size go together: phalanx.init(rank=0, world_size=2), or neither")
     environ = _env.environment()
@@ -97,7 +98,7 @@ def meet(place: Placement, init_method: str | None, timeout: timedelta | None, b
 
 
 def place_by_hosts(place: Placement, store: Any) -> Placement:
-    """Return the place with its host and local rank, which the ranks determine through `store`."""
+    """Return the place with its host and local rank, determined from the hosts that all ranks report in `store`."""
     mine = host_identity(_settings.read_settings().host)
     told, deadline = JsonStore(store), time.monotonic() + _HOSTS_S
     told.set(f"phalanx/host/{place.rank}", mine, _HOSTS_S)
@@ -125,7 +126,7 @@ def place_by_hosts(place: Placement, store: Any) -> Placement:
 
 
 def _meet_on_this_host(place: Placement) -> Any:
-    """Return a store on a free port, which rank 0 passes to the others in a file that belongs to this job."""
+    """Return a store on a free port, whose number rank 0 passes to the other ranks in a file of this job."""
     global _num_meetings
     _num_meetings += 1
     folder = os.path.join(tempfile.gettempdir(), f"phalanx-{os.getuid()}")
@@ -144,7 +145,7 @@ def _meet_on_this_host(place: Placement) -> Any:
 
 
 def _meet_by_mpi(place: Placement) -> Any:
-    """Return a store on a free port of rank 0's host, which MPI passes to the others."""
+    """Return a store on a free port of rank 0's host, whose address and port MPI broadcasts to the other ranks."""
     from phalanx.backend.hosts.mpi import tell_all, world_rank
 
     world_rank()  # raises if mpi4py is missing
@@ -162,7 +163,7 @@ def _meet_by_mpi(place: Placement) -> Any:
 
 
 def _check_mpis_world(place: Placement) -> None:
-    """Raise if mpi4py uses another MPI than the one that started the ranks: then each rank sees a world of one rank."""
+    """Raise if mpi4py uses a different MPI than mpirun, because each rank then sees a world of only one rank."""
     from mpi4py import MPI
 
     if MPI.COMM_WORLD.Get_size() == place.world_size:
@@ -176,9 +177,9 @@ def _check_mpis_world(place: Placement) -> None:
 
 
 def meet_under_scheduler() -> tuple[Any, int, int] | None:
-    """Return store, rank and world size for ``env://`` if mpirun or the like started this process without RANK.
+    """Return store, rank and world size for ``env://`` if a scheduler such as mpirun started this process without RANK.
 
-    None means that torch's own handler applies.
+    If it returns None, torch's own handler applies.
     """
     environ = _env.environment()
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
@@ -197,6 +198,6 @@ def _launcher_of(rank_variable: str) -> str:
     pid = os.getpid()
     while True:
         parent = int(stat_fields(pid)[4])
-        pid = parent or pid  # a rank may be the first process of its container, which has no parent
-        if rank_variable not in environment_of(pid) or not parent:  # another user's environment reads as empty
+        pid = parent or pid  # a rank without a parent is the first process of its container
+        if rank_variable not in environment_of(pid) or not parent:  # another user's environment is read as empty
             return f"{pid}-{stat_fields(pid)[22]}"

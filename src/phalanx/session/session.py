@@ -1,10 +1,10 @@
 """`phalanx.init`: finds this process's place in the job and its device, and creates the process group.
 
-A process has at most one session, `_current`. `init` finds the place (see `meeting_point`), lets the ranks meet,
-chooses backend and device, and makes the default group; if the script has made that group, `init` adopts it.
-`shutdown`, the end of the outermost ``with`` block, or the script's own `destroy_process_group` ends the session; a
-group that the script made is left to the script. `survival` calls `init_again` after another rank has failed: the same
-object then describes the new place. The methods for hand-written loops only call functions of `loop`.
+A process has at most one session, `_current`. `init` finds the place (see `meeting_point`), waits until the ranks have
+met, chooses backend and device, and makes the default group; if the script has already made that group, `init` adopts
+it. `shutdown`, the end of the outermost ``with`` block, or the script's own `destroy_process_group` ends the session; a
+group that the script made is not destroyed. `survival` calls `init_again` after another rank has failed: the existing
+`Session` object then describes the new place. The methods for hand-written loops only call functions of `loop`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from phalanx.wire.sockets import keep_paths_short
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """This process's place in the job. It ends with `shutdown`, or at the end of a ``with`` block.
+    """This process's place in the job. The session ends with `shutdown`, or at the end of a ``with`` block.
 
     Attributes:
         rank: Rank of this process in the job.
@@ -46,8 +46,8 @@ class Session:
         node_rank: Number of this host in the job.
         num_nodes: Number of hosts in the job.
         device: Device for this rank's model.
-        backend: Backend of the process group, as ``init_process_group`` takes it.
-        reason: Reason why `backend` is not phalanx for CPU tensors; empty if it is, or if the caller chose it.
+        backend: Backend of the process group, in the form that ``init_process_group`` accepts.
+        reason: Reason why CPU tensors do not use phalanx; empty if they do, or if the caller chose the backend.
         scheduler: Name of the launcher or scheduler that assigned the rank.
 
     Example:
@@ -92,17 +92,17 @@ class Session:
             builtins.print(*values, **options)
 
     def barrier(self) -> None:
-        """Wait until every rank is here, for at most the group's timeout."""
+        """Wait until every rank has called this, for at most the group's timeout."""
         dist.barrier()
 
     def main_process_first(self, *, per_host: bool = False) -> contextlib.AbstractContextManager[None]:
         """Return a context whose block, such as a download, runs on rank 0 first and then on the other ranks.
 
-        The others wait for at most the group's timeout. If the block raises on rank 0, it does not run on the others:
-        they raise a `PhalanxError` that names the error.
+        The other ranks wait for at most the group's timeout. If the block raises an exception on rank 0, it does not
+        run on the other ranks: they raise a `PhalanxError` that names the exception.
 
         Args:
-            per_host: Whether the first rank of each host goes first, for hosts that share no file system.
+            per_host: Whether the block runs first on one rank of each host, for hosts that share no file system.
         """
         return going_first(self.rank, self.local_rank == 0 if per_host else self.is_main)
 
@@ -113,17 +113,17 @@ class Session:
 
         Args:
             value: Tensor, or mappings, lists and tuples of tensors, which are gathered position by position: a list of
-                batches becomes a list in which each batch has the rows of all ranks. For one tensor, join the batches
-                first with ``torch.cat(batches)``. A tensor without a dimension counts as one row; anything else becomes
-                a list with one entry for each rank.
+                batches becomes a list in which each batch has the rows of all ranks. To get one tensor instead, join
+                the batches first with ``torch.cat(batches)``. A tensor without a dimension counts as one row; a value
+                that is not a tensor becomes a list with one entry for each rank.
             total: Number of samples in the dataset. The rows are then returned in the dataset's order, without padding,
-                assuming that our `DistributedSampler` or torch's has dealt out the samples without shuffling. By
-                default the rows of rank 0 come first, then those of rank 1, and so on.
+                provided that our `DistributedSampler` or torch's has dealt out the samples without shuffling. By
+                default, the rows are in rank order.
 
         Raises:
-            ValueError: The ranks' values differ in structure, dtype or shape, or have too few rows; raised on every
-                rank. Or a list holds only numbers, which may be samples or separate values: pass samples as a tensor,
-                separate values as a tuple.
+            ValueError: The ranks' values differ in structure, dtype or shape, or have too few rows, or a list holds
+                only numbers, which may be samples or separate values: pass samples as a tensor, separate values as a
+                tuple. Every rank raises this error.
         """
         return gather_rows(value, total)
 
@@ -131,15 +131,15 @@ class Session:
     def accumulate(self, model: Any, step: int, every: int, num_steps: int | None = None) -> Iterator[bool]:
         """Accumulate gradients over `every` passes, and average them over the ranks only in the last pass.
 
-        Run forward and backward of one pass inside the context, with the loss divided by `every`. The context's value
-        is True in a pass after which the optimizer should step.
+        Run the forward and backward computation of one pass inside the context, with the loss divided by `every`. The
+        ``with`` statement yields whether the optimizer should step after this pass.
 
         Args:
             model: Model wrapped in our or torch's DistributedDataParallel, or sharded by FSDP2; for any other model,
                 passes are only counted.
             step: Number of the pass in the epoch, from 0.
             every: Number of passes for each optimizer step.
-            num_steps: Number of passes in the epoch, the last of which always ends with a step; None: unknown.
+            num_steps: Number of passes in the epoch; None if unknown. The optimizer always steps after the last pass.
 
         Raises:
             ValueError: `every` is less than 1.
@@ -151,19 +151,19 @@ class Session:
             yield averages
 
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        """Return ``torch.autocast`` for this device; for "fp32" a context that does nothing.
+        """Return ``torch.autocast`` for this device; for "fp32", return a context that does nothing.
 
         Args:
             precision: "fp32", "bf16" or "fp16".
 
         Raises:
-            ValueError: `precision` is none of these.
+            ValueError: `precision` has another value.
         """
         dtype = DTYPES[checked_precision("autocast", precision)]
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def grad_scaler(self, precision: str) -> torch.amp.GradScaler:
-        """Return torch's ``GradScaler`` for this device, which only scales if `precision` is "fp16".
+        """Return torch's ``GradScaler`` for this device; it scales only if `precision` is "fp16".
 
         Raises:
             ValueError: `autocast` does not know `precision`.
@@ -189,8 +189,8 @@ class Made:
 
     Attributes:
         arguments: Arguments of `init`.
-        exported: Names of the environment variables that `init` set for its group; None: the script made the group.
-        use: Use of the group when the session was made, as `use_of_group` returns it.
+        exported: Names of the environment variables that `init` set for its group; None if the script made the group.
+        use: Result of `use_of_group` when the session was made; a later change means that the script used the group.
         num_blocks: Number of open ``with`` blocks of the session.
     """
 
@@ -219,25 +219,25 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Session:
-    """Join the job that this process belongs to and return its `Session`. A process without a job is a world of one.
+    """Join the job to which this process belongs; return a `Session`. A process without a job is a world of one rank.
 
     The place in the job comes from the arguments, or from the launcher: ``phalanx run``, torchrun, ``srun``,
-    ``mpirun``, Kubeflow, or variables set by hand. Variables that torchrun would set, and that are missing, are set
-    until `shutdown`. A second call with the same arguments returns the same session.
+    ``mpirun``, Kubeflow, or variables set by hand. Variables that torchrun would set are set until `shutdown`, if they
+    are missing. A second call with the same arguments returns the same session.
 
     Args:
-        backend: Backend, as ``init_process_group`` takes it; default: ``"phalanx"``, and with CUDA
+        backend: Backend, in the form that ``init_process_group`` accepts; default: ``"phalanx"``, or with CUDA,
             ``"cpu:phalanx,cuda:nccl"``.
-        device: Device for this rank; default: the GPU with the number of the local rank, which becomes the current
-            one, or the CPU if there is no GPU.
+        device: Device for this rank; default: the GPU whose number is the local rank, or the CPU if there is no GPU. A
+            GPU becomes the current CUDA device.
         timeout: Timeout for collectives, in seconds; default: the backend's.
         init_method: URL where the ranks meet, such as ``"file:///shared/file"``; default: the launcher's.
         rank: Rank of this process, together with `world_size`; default: the launcher's.
         world_size: Number of ranks, together with `rank`; default: the launcher's.
 
     Raises:
-        ValueError: The environment or the arguments are contradictory, torch knows no such backend, or `timeout` is not
-            positive.
+        ValueError: The environment or the arguments are contradictory, torch does not know the backend, or `timeout` is
+            not positive.
         RuntimeError: This host has fewer GPUs than ranks, or a session with other arguments exists.
 
     Example:
@@ -278,13 +278,13 @@ def made() -> Made | None:
 
 
 def use_of_group() -> tuple[int, bool] | None:
-    """Return how many collectives the default group has run, and whether it sent messages; None if it can't count."""
+    """Return the default group's number of collectives, and whether it has sent messages; None if it does not count."""
     group: Any = dist.group.WORLD
     return (group.num_collectives, group.has_messages) if hasattr(group, "num_collectives") else None
 
 
 def why_not_met() -> str:
-    """Return why a new process that calls `init` could not join this one in its group; empty if it could."""
+    """Return why a new process that calls `init` could not join the group of this process; empty if it could."""
     if not (dist.is_available() and dist.is_initialized()):
         return ""
     if _current is None or _current.exported is None or any(one is not None for one in _current.arguments[3:]):
@@ -301,7 +301,7 @@ def why_not_met() -> str:
 def init_again(ended: Made) -> Session:
     """Join the job again, as `init` did, after the group has failed and this process has been given a new place.
 
-    The existing session, to which the script may refer, takes the new place and is returned.
+    The existing session, to which the script may refer, is updated to the new place and returned.
     """
     global _current
     backend, device, timeout = ended.arguments[:3]
@@ -317,7 +317,7 @@ def _adopt_group(device: str | torch.device | None) -> Session:
     """Return the session of a process group that the script created."""
     place = find_place(dist.get_rank(), dist.get_world_size())
     if not place.knows_hosts:
-        # The default store may still hold what an earlier group has written.
+        # The default store may still hold the values that an earlier group wrote.
         store = getattr(dist.group.WORLD, "life_store", None) or _torch.get_default_store()
         place = place_by_hosts(place, store)
     backend = str(dist.get_backend_config())
@@ -353,7 +353,7 @@ def _session(place: Placement, device: torch.device, backend: str, reason: str =
 def shutdown() -> None:
     """Leave the job: destroy the process group that `init` made, and unset the variables that it set.
 
-    A process group that existed before `init` stays. Without a session, nothing happens.
+    A process group that existed before `init` is not destroyed. Without a session, nothing happens.
 
     Example:
         >>> phalanx.shutdown()
@@ -381,13 +381,13 @@ def _end(error: BaseException | None) -> None:
 
 
 def leave_failed_groups(error: BaseException, backend: str) -> None:
-    """Destroy all process groups although other ranks may have failed, and report the error to ranks that wait."""
+    """Destroy all process groups although other ranks may have failed; report the error to ranks that are waiting."""
     if "phalanx" in backend:
         from phalanx.backend.groups import leave_groups
 
         leave_groups(error)
     if "nccl" in backend:
-        _torch.abort_process_group()  # not destroy, which would wait for peers that may never come
+        _torch.abort_process_group()  # not destroy_process_group, which would wait for peers that may have failed
     else:
         dist.destroy_process_group()
 
@@ -403,7 +403,7 @@ def _known(backend: str) -> str:
     """Return the backend that the script asked for, if torch knows it.
 
     Raises:
-        ValueError: torch does not know it; the error suggests the right name, and lists all.
+        ValueError: torch does not know the backend; the error suggests the right name, and lists all backends.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that it does not know the devices of an unknown backend
@@ -419,7 +419,7 @@ def _known(backend: str) -> str:
 
 
 def _choose_backend() -> tuple[str, str]:
-    """Return the default backend, and the reason why its part for CPU tensors is not phalanx; empty if it is."""
+    """Return the default backend, and the reason why CPU tensors do not use phalanx; the reason is empty if they do."""
     on_cpu, reason = "phalanx", ""
     try:
         require_linux()

@@ -1,26 +1,28 @@
 """Outliving the failure of another rank: this process leaves its groups, waits, and takes a place in new ones.
 
-- **A function that is called again,** not an iterator, because a generator can't catch what the body of a loop raises.
-  Objects that the script makes outside the function are kept; the group, the wrapper and `load` belong inside. Our
-  wrappers and torch's remove their hooks from the parameters once nothing refers to the wrappers. The frames of the
-  exception refer to them, so these frames are cleared before the groups are destroyed.
+- **A function that is called again,** not an iterator, because a generator can't catch an exception from the body of a
+  loop over it. Objects that the script makes outside the function are kept; the function itself must make the group,
+  wrap the model and call `load`. Our wrappers and torch's remove their hooks from the parameters once nothing refers to
+  the wrappers. The frames of the exception still refer to the wrappers, so these frames are cleared before the groups
+  are destroyed.
 - **State in place.** `load` restores into the existing objects, and drops gradients of the interrupted step. A kept
-  process does not have the initial values of a new one, so a process is kept only if everything that it has loaded
-  could be loaded again.
+  process no longer has the initial values, so a process is kept only if everything that it has loaded can be loaded
+  again.
 - **Meeting new processes.** A new process runs the script from the top, so kept processes can meet it only at the
   script's first group. Processes are not kept if there was a group before the function was called, or if this is the
-  script's second such call: the new process would then have to skip everything that the others had done together, and
-  would need a log of it.
-- **Without peers.** A solo rank has no collective that could raise. It asks whether it must stop at the points where it
-  would otherwise meet others: at a Trainer's step or at a snapshot (`wire.rank_group.call_when_solo`).
+  script's second such call: the new process would then have to skip everything that the other ranks had done together
+  before, and would need a log of it.
+- **Without peers.** In a world of one rank, no collective can raise. Such a rank checks whether the launcher has asked
+  it to stop wherever it would otherwise meet other ranks: at a Trainer's step or at a snapshot
+  (`wire.rank_group.call_when_solo`).
 
 **Alternatives.** torchft's Manager keeps processes, too: it reconfigures its groups at each step's quorum, and skips a
 step that fails. As in torchft, a new group takes the place of the old one, and state is restored in place. We did not
 adopt its wrappers of groups, optimizers and collectives, because programs must be written for them. Nor did we adopt
-steps with fewer ranks, because results then depend on which ranks took part. torch 2.14's `reconfigure` gives a living
-group other ranks, even new processes, and phalanx implements it (`backend/membership.py`). It would save nothing here:
-all other groups and the wrappers of the models must be made again in any case, and making everything again works with
-every backend and torch version.
+steps with fewer ranks, because results then depend on which ranks took part. torch 2.14's `reconfigure` replaces the
+ranks of an existing group, even with new processes, and phalanx implements it (`backend/membership.py`). Using
+`reconfigure` would save nothing here: all other groups and the wrappers of the models must be made again in any case,
+and making everything again works with every backend and torch version.
 """
 
 from __future__ import annotations
@@ -55,11 +57,11 @@ _T = TypeVar("_T")
 _CONNECT_S = 2.0
 _RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 _num_begun = 0  # number of survivors begun in this process
-_is_open = False  # whether one of them is open
+_is_open = False  # whether a survivor is open
 
 
 class _ToldToStop(RuntimeError):
-    """The launcher has told this rank to stop; raised where no collective can fail in its place."""
+    """Raised after the launcher has told this rank to stop, if no collective of the rank fails for this reason."""
 
 
 class PlannedRestart(SystemExit):
@@ -71,14 +73,15 @@ class PlannedRestart(SystemExit):
 
 
 class Survivor:
-    """While open, this process can outlive the failure of another rank, if ``phalanx run`` keeps processes.
+    """A context in which this process can outlive the failure of another rank, if ``phalanx run`` keeps processes.
 
-    A failure arrives as an exception: from this rank's next collective, or because the launcher has told it to stop,
-    whereupon a thread aborts all groups. A solo rank has no collective that could fail: it asks whether it must stop
-    (`call_when_solo`) at each step of a Trainer and at each snapshot.
+    A failure reaches this rank as an exception from its next collective. If the launcher tells this rank to stop first,
+    a thread aborts all groups, which also makes the collective raise. In a world of one rank, no collective can fail:
+    the rank checks at each step of a Trainer and at each snapshot whether it has been told to stop (`call_when_solo`).
 
     Args:
-        why_not: Function that returns why this process can't continue after another rank has failed; empty: it can.
+        why_not: Function that returns why this process can't continue after another rank has failed; it returns "" if
+            it can.
         let_go: Function called before the groups are destroyed, to drop the objects that belong to them.
     """
 
@@ -116,7 +119,8 @@ class Survivor:
                 if not self._can_outlive(error):
                     raise
                 failure = error
-            self._leave(failure)  # outside the handler: the exception refers to frames, and these refer to groups
+            # outside the except block, which would keep the exception, its frames and so the groups alive
+            self._leave(failure)
             del failure
             self._rejoin()
 
@@ -159,7 +163,7 @@ class Survivor:
 
     def _stop_if_told(self) -> None:
         if self._is_told.is_set() and not self._has_looked and threading.current_thread() is threading.main_thread():
-            self._has_looked = True  # raise only once: code that runs during the unwinding may come here, too
+            self._has_looked = True  # raise only once: code that runs during the unwinding may call this function again
             raise _ToldToStop("the launcher has told this rank to stop")
 
     def _can_outlive(self, error: BaseException) -> bool:
@@ -175,7 +179,7 @@ class Survivor:
         return not why_not
 
     def _leave(self, error: BaseException) -> None:
-        """Leave all groups, and free what the failed call still refers to."""
+        """Leave all groups, and free the objects to which the failed call still refers."""
         if not isinstance(error, PlannedRestart):
             last_words.tell(error)
         self._let_go()
@@ -189,7 +193,7 @@ class Survivor:
         writer.stop()
 
     def _rejoin(self) -> None:
-        """Wait until the launcher has a place for this process, and take it, so that the next group is made there.
+        """Wait for this process's place in the next attempt, and set its environment variables for the next group.
 
         Raises:
             SystemExit: The launcher has ended.
@@ -205,7 +209,7 @@ class Survivor:
         _env.update(place)
         snapshots.renew()
         saving.renew()
-        if not place[_env.SURVIVORS_VARIABLE]:  # no process is kept after the last attempt
+        if not place[_env.SURVIVORS_VARIABLE]:  # the next attempt is the last one, after which no process is kept
             self._disconnect()
 
 
@@ -216,7 +220,7 @@ def may_outlive() -> bool:
 
 def _abort_groups() -> None:
     """End every wait in every group of this process."""
-    with contextlib.suppress(ImportError):  # if torch lacks the name, this rank goes on until it is killed
+    with contextlib.suppress(ImportError):  # if torch lacks the name, this rank continues until it is killed
         for group in list(_torch.world.pg_names):
             with contextlib.suppress(Exception):  # the group may be closing, or its backend can't abort
                 group.abort()
@@ -225,17 +229,17 @@ def _abort_groups() -> None:
 def resilient(train: Callable[[], _T]) -> _T:
     """Return what `train` returns; call it again, in the same process, when another rank has failed.
 
-    Under ``phalanx run --max-restarts N``, a rank that did not cause a failure keeps its process, with its imports, its
-    data and its device. `train` ends with the exception of the failed collective, all process groups are destroyed, and
-    `train` is called again as part of the next attempt, while a new process takes the place of the lost one. Without
-    such a launcher, this is a plain call.
+    Under ``phalanx run --max-restarts N``, a rank that did not cause a failure keeps its process, with the process's
+    imports, data and device. `train` ends with the exception of the failed collective, all process groups are
+    destroyed, and `train` is called again as part of the next attempt, in which a new process replaces the lost one.
+    Without such a launcher, this is a plain call.
 
-    `train` makes the process group, wraps the model and calls `checkpoint.load`, since all this must be done again.
-    Anything that it does not load keeps the value that it had at the failure.
+    `train` must make the process group, wrap the model and call `checkpoint.load`, because all this has to be done
+    again. State that `train` does not load keeps the value that it had at the failure.
 
-    A process that can't be kept is killed and started again, as without this function; the launcher says why. That is
-    the case if it has taken no snapshot or checkpoint yet, if it reaches no collective or snapshot within two seconds,
-    or if a process group existed before this call, since a new process could not join it.
+    A process that can't be kept is killed and started again, as without this function; the launcher says why. A process
+    can't be kept if it has taken no snapshot or checkpoint yet, if it reaches no collective or snapshot within two
+    seconds, or if a process group existed before this call, because a new process could not join that group.
 
     Args:
         train: Function without arguments that trains to the end.

@@ -8,8 +8,8 @@
     def test_all_reduce_sums_every_rank():
         assert run_ranks(total, 2, 3) == [[1.0] * 3] * 2
 
-`run_ranks` returns the results of all ranks, or raises the first true failure. `spawn_ranks` yields the running ranks
-for tests that kill, stop or step them.
+`run_ranks` returns the results of all ranks, or raises the first true failure. `spawn_ranks` yields the running ranks,
+for tests that kill, suspend or step them.
 
 Ranks are forked from one server process that has imported torch, so a group of two starts in well under a tenth of a
 second. A rank never outlives the test: it is killed at its time limit, at the end of the block, and when the test's own
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from phalanx import _on_first_use
 
-if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __getattr__ does this
+if TYPE_CHECKING:  # for editors and type checkers; at run time, __getattr__ imports these names
     from phalanx.failure.ending import Ending, RankError
     from phalanx.launch.spawn.workers import start_server
     from phalanx.testing.rank import await_release, reached

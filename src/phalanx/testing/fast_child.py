@@ -29,7 +29,7 @@ _RESOURCES = tuple(getattr(resource, name) for name in dir(resource) if name.sta
 def installed_modules(besides: Collection[str] = ()) -> list[str]:
     """Return the modules of installed packages that this process has imported, in the order of their import.
 
-    Tests and code that is not installed are left out: each process imports those anew.
+    Tests and code that is not installed are left out, because each process must import them itself.
     """
     paths = sysconfig.get_paths()
     folders = {paths["purelib"], paths["platlib"], *site.getsitepackages(), site.getusersitepackages()}
@@ -44,17 +44,17 @@ def installed_modules(besides: Collection[str] = ()) -> list[str]:
 
 
 class Settings:
-    """State that a spawned process inherits from its parent, and that a fork of the server must be given.
+    """The state that a spawned process would inherit from its parent, and that a fork of the server must be given.
 
     Attributes:
-        folder: The server's folder, in which this process notes its imports.
+        folder: The server's folder, in which the child writes down its imports.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self._environ = _env.environment()
         self._group = os.getpgrp()
-        # Read from /proc: os.umask would change the mask for a moment, also for other threads.
+        # Read from /proc, because os.umask would change the mask for a moment, for other threads too.
         self._umask = int(status_of(os.getpid()).get("Umask", "022"), 8)
         self._limits = {which: resource.getrlimit(which) for which in _RESOURCES}
         self._blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -83,11 +83,11 @@ class Settings:
         importlib.invalidate_caches()
         draw_anew()
         if plugin := sys.modules.get("phalanx._plugin"):
-            plugin.autoload()  # according to variables that the server did not have
+            plugin.autoload()  # now that variables are set that the server did not have
 
 
 def _forget_server() -> None:
-    """Make multiprocessing forget the fork server, so that a child starts its own."""
+    """Make multiprocessing forget the fork server from which this process was forked, so that it starts its own."""
     server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
@@ -98,7 +98,7 @@ def _forget_server() -> None:
 class Preparation:
     """The data that multiprocessing first sends to a child, preceded by `Settings`.
 
-    Unpickling it applies the settings and returns multiprocessing's data.
+    Unpickling an object of this class applies the settings and returns multiprocessing's data.
     """
 
     def __init__(self, settings: Settings, told: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ class Child:
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
         code: int = self._process._bootstrap(parent_sentinel)
         _note_imports(self._folder)
-        if self._runs_exit_functions:  # a spawned process runs them at its end; multiprocessing's forks do not
+        if self._runs_exit_functions:  # a spawned process runs its exit functions; multiprocessing's forks do not
             with contextlib.suppress(BaseException):  # errors have been printed
                 atexit._run_exitfuncs()
         multiprocessing_util._flush_std_streams()  # type: ignore[attr-defined]
@@ -139,18 +139,18 @@ class Child:
 
 
 class Nobody:
-    """A child that does nothing: it can start only after the server has finished its imports."""
+    """A child that does nothing. Once it starts, the server has finished its imports, because these precede a fork."""
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
         return 0
 
 
 def _note_imports(folder: str) -> None:
-    """Tell the parent which modules this process has imported beyond the server's, so that the server imports them."""
+    """Write down the modules that this process has imported and the server has not; the server imports them later."""
     if names := installed_modules(imported_by_server):
         path, line = os.path.join(folder, "imported"), f"{json.dumps(names)}\n".encode()
         with contextlib.suppress(OSError), open(path, "ab", buffering=0) as file:
-            file.write(line)  # written in one call, so that lines of other children stay whole
+            file.write(line)  # written in one call, so that lines from several children do not mix
 
 
 imported_by_server: set[str] = set()

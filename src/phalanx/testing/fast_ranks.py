@@ -1,20 +1,22 @@
 """``--fast-ranks``: processes that tests start by spawn or forkserver are forked from a server instead.
 
-The server has imported the packages that the tests use. The tests need not be changed: multiprocessing pickles the same
-process object for both start methods, so our server can serve both, under the same reaper as `phalanx.spawn`. Three
-rules make a fork the same as a new process:
+The server has already imported the packages that the tests use. The tests need not be changed: multiprocessing pickles
+the same process object for both start methods, so one server can serve both, under the same reaper as `phalanx.spawn`.
+Three rules make a fork the same as a new process:
 
-- State that a child would inherit by exec is sent to it, and applied before anything of the test is unpickled
-  (`fast_child`).
+- State that a child would inherit through exec is sent to the child and applied before any object of the test is
+  unpickled (`fast_child`).
 - State that can't be sent (variables that the interpreter and torch read, the CPUs, variables that packages read while
-  the server imported them) determines which server is used. When a variable takes a third value, the modules that read
-  it are left to each child to import: torch's own tests, for example, use a different folder in each test.
-- The server imports only installed packages, in a process of its own, so it contains nothing of the tests. Before each
-  fork it also imports what children have imported meanwhile.
+  the server imported them) determines which server is used. When a variable has a third value, servers no longer import
+  the modules that read it, and each child imports these modules itself: torch's own tests, for example, use a different
+  folder in each test.
+- The server imports only installed packages, in a separate process, so it contains no code or state of the tests.
+  Before each fork, it also imports the modules that earlier children have imported.
 
-If a package leaves a thread behind, the server ends, and the next one leaves that package out. Threads are counted
-after a fork, because OpenBLAS ends its own before one. A child runs its exit functions, but its interpreter is not
-finalized. If a fork can't be the same as a new process, a new process is started, and a line says why.
+If a package starts a thread during its import, the server ends, and the next server does not import that package.
+Threads are counted after a fork, because OpenBLAS ends its own threads before a fork. A child runs its exit functions,
+but its interpreter is not finalized. If a fork can't be the same as a new process, a new process is started, and a line
+says why.
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ from phalanx.wire.sockets import keep_paths_short
 
 _PRELOAD = "phalanx.testing.fast_server"
 _READ_BY_INTERPRETER = re.compile(r"PYTHON.*|LD_.*|MALLOC_.*|GLIBC_TUNABLES|LANG|LANGUAGE|LC_.*")
-_OF_EACH_TEST = frozenset({"PYTEST_CURRENT_TEST"})  # differs in each test, so it must not determine the server
+_OF_EACH_TEST = frozenset({"PYTEST_CURRENT_TEST"})  # this differs in each test, so it must not determine the server
 _MEASURED_BY = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE")
-_MAX_SERVERS = 4  # most servers that run at the same time
-_MAX_STARTS = 16  # servers started in a session; more would cost more than they save
+_MAX_SERVERS = 4  # maximum number of servers that run at the same time
+_MAX_STARTS = 16  # maximum number of servers started in a session; more would cost more time than they save
 
 _METHODS: dict[str, Any] = {"spawn": context.SpawnProcess, "forkserver": context.ForkServerProcess}
 
@@ -57,8 +59,8 @@ class _Server:
     """A process from which children are forked.
 
     Attributes:
-        read: Environment variables that its packages read during import, with their values.
-        readers: Modules that read a variable, or imported a module that did, by variable.
+        read: Environment variables that packages read while the server imported them, with their values.
+        readers: For each of these variables, the modules that read it, or that imported a module that did.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
@@ -92,7 +94,7 @@ class _Server:
             self._await_imports()
 
     def learned(self) -> list[str]:
-        """Return the modules that the server's children have imported and the server has not."""
+        """Return the modules that the server's children have imported beyond those of the server."""
         with contextlib.suppress(OSError), open(os.path.join(self.folder, "imported")) as file:
             return [name for line in file for name in json.loads(line)]
         return []
@@ -113,14 +115,15 @@ class _Server:
             raise ended
         try:
             status, data = self._forks.connect_to_new_process(fds)
-        except (ConnectionError, FileNotFoundError):  # the server has ended, and its reaper has not noticed yet
+        except (ConnectionError, FileNotFoundError):  # the server has ended, but its reaper has not noticed this yet
             raise ended from None
         return status, data
 
     def close(self) -> None:
         """End the server and all its children."""
         if self.lives:
-            os.kill(self._forks._forkserver_pid, signal.SIGKILL)  # this is its reaper: the kernel then ends the server
+            # this pid is the reaper's: when the reaper ends, the kernel ends the server
+            os.kill(self._forks._forkserver_pid, signal.SIGKILL)
         with contextlib.suppress(OSError, TypeError):
             self._forks._stop()
         self._folder.cleanup()
@@ -160,7 +163,7 @@ class _Server:
 
 
 class _LeftOut(Exception):
-    """A server ended because it imported a forbidden package; `args`: the package's name, if known, and the reason."""
+    """A server has ended because of an imported package; `args` are the package, "" if unknown, and the reason."""
 
 
 def _is_own(name: str) -> bool:
@@ -172,11 +175,14 @@ class _Servers:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._servers: dict[_Server, object] = {}  # servers with the key of their environment; most recently used last
+        # key: server, value: `_key` of its environment; the most recently used server is last
+        self._servers: dict[_Server, object] = {}
         self._wanted: dict[str, None] = {}
         self._left_out: set[str] = set()
-        self._unfit: list[tuple[object, str]] = []  # environments in which no server works, and why
-        self._varying: set[str] = set()  # modules that read variables with many values: each child imports them
+        # `_key` of each environment in which no server works, and the reason
+        self._unfit: list[tuple[object, str]] = []
+        # modules that read variables with several values; each child imports these itself
+        self._varying: set[str] = set()
         self._num_starts = 0
         self.notes: dict[str, None] = {}
 
@@ -234,7 +240,7 @@ class _Servers:
         return [name for name in known if name.partition(".")[0] not in self._left_out]
 
     def _leave_out_readers(self, servers: Sequence[_Server], environ: Mapping[str, str]) -> None:
-        """Leave out modules that read a variable for which `servers` already have two other values."""
+        """Stop importing modules that read a variable if `servers` have two values of it other than the present one."""
         for name in {name for server in servers for name in server.read}:
             others = {server.read[name] for server in servers if name in server.read} - {environ.get(name)}
             readers = {reader for server in servers for reader in server.readers.get(name, ())} - self._varying
@@ -273,7 +279,7 @@ def _key(environ: Mapping[str, str]) -> object:
     """Return the inherited state that a fork can't be given."""
     read = {name: value for name, value in environ.items() if _READ_BY_INTERPRETER.fullmatch(name)}
     flags = tuple(util._args_from_interpreter_flags())  # type: ignore[attr-defined]
-    cpus = os.sched_getaffinity(0)  # they determine the number of OpenMP's threads
+    cpus = os.sched_getaffinity(0)  # the CPUs determine the number of OpenMP's threads
     return {**read, **relevant(environ)}, flags, spawn.get_executable(), cpus, os.getsid(0)
 
 
@@ -287,13 +293,13 @@ def _has_cuda() -> bool:
 
 
 class _Popen(popen_forkserver.Popen):
-    """A process forked from a server, but otherwise like one that `method` starts."""
+    """A process that is forked from a server, but otherwise like a process that `method` starts."""
 
     _fds: list[int]
 
     def __init__(self, process_obj: Any, server: _Server, method: str) -> None:
         self._server = server
-        self.method = method  # type: ignore[misc] # in the base class, all objects share one
+        self.method = method  # type: ignore[misc] # in the base class, it is an attribute of the class
         super().__init__(process_obj)
 
     def _launch(self, process_obj: Any) -> None:
@@ -307,7 +313,7 @@ class _Popen(popen_forkserver.Popen):
         finally:
             context.set_spawning_popen(None)
         self.sentinel, data = self._server.connect(self._fds)
-        alive = os.dup(data)  # the child notices the end of its parent by this descriptor
+        alive = os.dup(data)  # through this descriptor, the child notices the end of its parent
         self.finalizer = util.Finalize(self, util.close_fds, (alive, self.sentinel))  # type: ignore[attr-defined]
         with open(data, "wb") as file:
             file.write(buffer.getbuffer())
@@ -319,7 +325,7 @@ _originals: dict[str, Any] = {}
 
 
 def begin() -> None:
-    """From now on, fork from a server all processes that are started by spawn or forkserver. Idempotent."""
+    """From now on, fork all processes that are started by spawn or forkserver from a server. Idempotent."""
     global _servers
     if _servers is not None or not sys.platform.startswith("linux"):
         return
@@ -330,10 +336,10 @@ def begin() -> None:
 
 
 def end() -> list[str]:
-    """Undo `begin`, and end the servers with the processes that still run below them.
+    """Undo `begin`; end the servers and their children that still run.
 
     Returns:
-        Lines that say what was started normally, and why.
+        Lines that say which processes were started normally, and why.
     """
     global _servers
     if _servers is None:
@@ -387,7 +393,7 @@ class Plugin:
 
 
 class XdistPlugin(Plugin):
-    """The plugin for a process that has workers of pytest-xdist: it also shows their lines."""
+    """The plugin for a process that may have workers of pytest-xdist: it also shows the lines of its workers."""
 
     def pytest_testnodedown(self, node: Any) -> None:
         lines = getattr(node, "workeroutput", {}).get("phalanx_fast_ranks", ())

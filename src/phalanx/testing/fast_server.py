@@ -1,8 +1,8 @@
 """The program of the fork server of `phalanx.testing.fast_ranks`: imports the packages that the tests use.
 
-Before each fork it checks for requests to import more. It reports which variables its imports have read. If an import
-has left a thread or touched a device, neither of which survives a fork, it says so and ends. Only the fork server
-imports this module.
+Before each fork, the server checks for requests to import more modules. It reports which variables its imports have
+read. If an import has started a thread or initialized a device, neither of which survives a fork, the server reports
+the package and ends. Only the fork server imports this module.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Server:
         self._num_threads = 1
 
     def look(self) -> None:
-        """Import requested modules, if there are any; called before each fork."""
+        """Import the requested modules, if there are any; called before each fork."""
         wanted = os.path.join(self._folder, "wanted")
         if self._is_importing or not os.path.exists(wanted):
             return
@@ -63,7 +63,8 @@ class _Server:
         imports = Imports()
         with imports.noted({}):
             for name in names:
-                with contextlib.suppress(BaseException):  # the child meets the error itself, if it needs the module
+                # a child that needs the module gets the error when it imports the module
+                with contextlib.suppress(BaseException):
                     importlib.import_module(name)
                 if (num_threads := _num_threads()) > self._num_threads:
                     self._num_threads = _num_threads_after_fork()
@@ -97,7 +98,7 @@ def _num_threads() -> int:
 
 
 def _num_threads_after_fork() -> int:
-    """Return how many threads remain after a fork: OpenBLAS ends its own before one, and restarts them when used."""
+    """Return how many threads remain after a fork: OpenBLAS ends its threads before a fork and restarts them on use."""
     if not (pid := os.fork()):
         os._exit(0)
     os.waitpid(pid, 0)
@@ -105,13 +106,14 @@ def _num_threads_after_fork() -> int:
 
 
 def _has_touched_device() -> bool:
-    """Return whether a driver was initialized; some packages only load its library."""
+    """Return whether a driver was initialized, rather than only its library loaded, as some packages do."""
     return any(target.startswith(_DEVICES) for target in open_files().values())
 
 
 _folder = _env.take(_env.FAST_RANKS_VARIABLE)
 fork_server()
-warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # the pid of an adopted process
+# the pid belongs to an adopted process
+warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
 atexit.register(gc.unfreeze)
 _server = _Server(_folder)
 _server.look()

@@ -1,6 +1,6 @@
-"""Ranks that are kept: one function after another runs in the same processes, for a fraction of what fresh ranks cost.
+"""Ranks that are kept: one function after another runs in the same processes, which costs much less than new ranks.
 
-State that a function leaves in a process is there for the next one. After a failure, the ranks end.
+If a function leaves state in a process, the next function finds that state. After a failure, the ranks end.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from phalanx.launch.spawn.worker import Function, dumps, load_function
 from phalanx.testing.rank import await_release, reached
 from phalanx.testing.ranks import spawn_ranks
 
-_NEVER_S = 1e6  # a rank waits for its next call until it is ended
-_AFTER_HANG_S = 1.0  # time for ranks that have returned: they end as soon as they are told
-_MAX_ROWS = 400  # most lines of a failure's report, as for fresh ranks
+_NEVER_S = 1e6  # a rank waits for its next call without a real limit
+_AFTER_HANG_S = 1.0  # time for ranks that have returned from the call to end; the ranks that hang are then killed
+_MAX_ROWS = 400  # maximum number of lines in a failure's report, the same as for new ranks
 
 
 class KeptRanks:
@@ -28,7 +28,7 @@ class KeptRanks:
 
     Args:
         world_size: Number of ranks.
-        hosts: Numbers of ranks on simulated hosts; empty: all are on one host.
+        hosts: Number of ranks on each simulated host; empty if all ranks are on one host.
         env: Variables to add to the environment of every rank.
     """
 
@@ -41,7 +41,7 @@ class KeptRanks:
         """Run ``fn(rank, *args)`` on each rank, and return the results in rank order.
 
         Raises:
-            RankError: A rank raised, died or did not return within `timeout_s`; the ranks end then.
+            RankError: A rank raised, died or did not return within `timeout_s`. All ranks have then been ended.
         """
         __tracebackhide__ = True
         point = f"call {next(self._num_calls)}"
@@ -54,7 +54,7 @@ class KeptRanks:
             late = error
         self._tell_to_end()
         outcomes = self._ranks.join(_AFTER_HANG_S if late.exitcode is None else timeout_s, stop_at_failure=True)
-        if all(outcome.ok for outcome in outcomes):  # all ended well, but after the limit
+        if all(outcome.ok for outcome in outcomes):  # all ranks ended without a failure, but after the limit
             raise late
         raise first_true_failure(outcomes, timeout_s, max_rows=_MAX_ROWS)
 
@@ -62,7 +62,7 @@ class KeptRanks:
         self._ranks.release(f"call {next(self._num_calls)}", None)
 
     def end(self, timeout_s: float) -> None:
-        """Let the ranks end by themselves.
+        """Make the ranks return and wait until they have ended.
 
         Raises:
             RankError: A rank failed, or did not end within `timeout_s`.
@@ -73,7 +73,7 @@ class KeptRanks:
             raise first_true_failure(outcomes, timeout_s, max_rows=_MAX_ROWS)
 
     def close(self) -> None:
-        """Kill the ranks that are left."""
+        """Kill the ranks that still run."""
         self._stack.close()
 
 

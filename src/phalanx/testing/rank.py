@@ -19,7 +19,7 @@ from phalanx.testing.results import make_portable
 
 
 def reached(point: str, payload: Any = None) -> None:
-    """Tell the test, which waits in `Ranks.wait_until_reached`, that this rank has reached `point`.
+    """Report to the test, which waits in `Ranks.wait_until_reached`, that this rank has reached `point`.
 
     Args:
         point: Name of the point.
@@ -29,11 +29,11 @@ def reached(point: str, payload: Any = None) -> None:
 
 
 def await_release(point: str, timeout_s: float = 30.0) -> Any:
-    """Wait until the test calls ``release(point)``, and return its payload.
+    """Wait until the test calls ``release(point, payload)``, and return the payload.
 
     Args:
         point: Name of the point.
-        timeout_s: Seconds to wait at most.
+        timeout_s: Maximum number of seconds to wait.
 
     Raises:
         TimeoutError: The test did not release the point within `timeout_s`.
@@ -52,12 +52,12 @@ class Group:
     """Process group of one run.
 
     Attributes:
-        backend: Backend of the group; None: there is no group.
-        init_method: "file", "tcp", "env" or any URL that torch takes.
-        timeout_s: Timeout of the group; None: the backend's.
+        backend: Backend of the group; None if no group is to be made.
+        init_method: "file", "tcp", "env" or any URL that torch accepts.
+        timeout_s: Timeout of the group; None for the backend's default.
         folder: Private folder of the run.
         world_size: Number of ranks.
-        hosts: Numbers of ranks on simulated hosts; empty: all ranks are on one host.
+        hosts: Number of ranks on each simulated host; empty if all ranks are on one host.
     """
 
     backend: str | None
@@ -68,7 +68,7 @@ class Group:
     hosts: tuple[int, ...] = ()
 
     def take_host(self, rank: int) -> None:
-        """Put this rank on its simulated host, so that it shares memory only with the ranks there."""
+        """Put this rank on its simulated host, so that it shares memory only with the ranks on that host."""
         for number, last in enumerate(accumulate(self.hosts)):
             if rank < last:
                 _env.export({"PHALANX_HOST": f"host-{number}"})
@@ -82,7 +82,8 @@ class Group:
             "tcp": f"tcp://127.0.0.1:{_env.environment()['MASTER_PORT']}",
             "env": "env://",
         }
-        # Gloo's init may return while another rank is still connecting; that rank fails if this one ends at once.
+        # Gloo's init may return while another rank is still connecting. Without the barrier, the other rank would fail
+        # if this rank ended at once.
         lent = _env.export({"TORCH_DIST_INIT_BARRIER": "1"}) if "gloo" in (self.backend or "") else ()
         dist.init_process_group(
             self.backend,

@@ -19,8 +19,8 @@ from phalanx.testing.rank import group_in_folder, run_in_group
 from phalanx.testing.results import ends_session, result_of
 
 HELD = "held by a debugger"
-"""Point that a rank reports with True when a debugger opens, and with False when the rank continues."""
-_MAX_ROWS = 400  # most lines of a failure's report
+"""Name of the point that a rank reports with True when a debugger opens, and with False when the rank continues."""
+_MAX_ROWS = 400  # maximum number of lines in a failure's report
 
 
 def run_ranks(
@@ -34,10 +34,10 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``fn(rank, world_size, *args, **kwargs)`` on each rank and return the results, in rank order.
 
-    Ranks import modules afresh: they have the environment, the working folder and ``sys.path`` of the test, but nothing
-    that a test or a fixture has set in a module, such as by ``monkeypatch.setattr``. A rank that calls ``pytest.skip``,
-    ``xfail``, ``importorskip`` or ``exit``, or raises ``unittest.SkipTest``, does so for the test, unless another rank
-    fails.
+    Ranks import modules again: they have the environment, the working folder and ``sys.path`` of the test, but not the
+    values that a test or a fixture has set in a module, such as by ``monkeypatch.setattr``. If a rank calls
+    ``pytest.skip``, ``xfail``, ``importorskip`` or ``exit``, or raises ``unittest.SkipTest``, this decides about the
+    whole test, unless another rank fails.
 
     Args:
         fn: Function at the top level of an importable module, such as a test module.
@@ -45,12 +45,12 @@ def run_ranks(
         args: Further arguments of `fn`; they must be picklable.
         kwargs: Keyword arguments of `fn`; they must be picklable.
         timeout_s: Seconds after which ranks that have not ended are killed.
-        expect_failures: Whether ranks are meant to raise or die. One `Ending` for each rank is then returned, nothing
-            is raised, and a failure does not shorten the time of the others.
+        expect_failures: Whether the test expects ranks to raise or die. If so, one `Ending` for each rank is returned,
+            failures are not raised, and a failure does not shorten the time of the other ranks.
         options: Keyword arguments of `spawn_ranks`.
 
     Raises:
-        RankError: A rank raised, died or hung. The error names the first true failure. Ranks that were killed come
+        RankError: A rank raised, died or hung. The error names the first true failure. Ranks that were killed count
             first, then ranks that raised or exited, then ranks that raised because a peer was gone, then hung ranks.
 
     Example:
@@ -87,7 +87,7 @@ def spawn_ranks(
     hosts: Sequence[int] = (),
     warm: bool = False,
 ) -> Iterator[Ranks]:
-    """Start the ranks and yield them. Ranks that are alive at the end of the block are killed.
+    """Start the ranks and yield them. At the end of the block, ranks that are still alive are killed.
 
     Args:
         fn: Function to run as ``fn(rank, world_size, *args, **kwargs)``, see `run_ranks`.
@@ -95,18 +95,19 @@ def spawn_ranks(
         args: Further arguments of `fn`; they must be picklable.
         kwargs: Keyword arguments of `fn`; they must be picklable.
         backend: Backend for ``init_process_group``; None starts plain processes.
-        init: Whether to call ``init_process_group``. If not, `fn` may do so; ``env://`` is prepared in any case.
-        init_method: "file", "tcp" or "env", each with an address of this run's own, or any URL that torch takes; None:
-            "file".
-        group_timeout_s: Timeout of the default group, in seconds; None: the backend's.
+        init: Whether to call ``init_process_group``. If not, `fn` may call it; the variables for ``env://`` are set in
+            any case.
+        init_method: "file", "tcp" or "env", each with an address of this run's own, or any URL that torch accepts; None
+            means "file".
+        group_timeout_s: Timeout of the default group, in seconds; None for the backend's default.
         env: Variables to add to the environment of every rank.
-        hosts: Numbers of ranks on simulated hosts, in rank order. Ranks of different hosts share no memory, so traffic
-            between hosts can be tested on one. Empty: all ranks are on one host.
-        warm: Whether the server that ranks are forked from is itself forked from a process that outlives the tests, see
-            `phalanx.spawn`. The first call decides.
+        hosts: Number of ranks on each simulated host, in rank order. Ranks of different hosts do not share memory, so
+            traffic between hosts can be tested on one machine. If empty, all ranks are on one host.
+        warm: Whether the server from which ranks are forked is itself forked from a process that outlives the tests,
+            see `phalanx.spawn`. The first call decides for all later calls.
 
     Raises:
-        ValueError: `world_size` is less than 1, or `hosts` does not add up to it.
+        ValueError: `world_size` is less than 1, or `hosts` does not add up to `world_size`.
 
     Example:
         >>> with phalanx.testing.spawn_ranks(divmod, 2) as ranks:
@@ -133,11 +134,11 @@ OPTIONS: Mapping[str, Any] = {
     for name, parameter in inspect.signature(spawn_ranks).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
-"""Keyword arguments of `spawn_ranks` with their defaults; `@pytest.mark.ranks` takes them, too."""
+"""Keyword arguments of `spawn_ranks` with their defaults; `@pytest.mark.ranks` accepts most of them, too."""
 
 
 class Ranks:
-    """The running ranks that `spawn_ranks` yields, which the test can signal and step."""
+    """The running ranks that `spawn_ranks` yields. The test can signal and step them."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
@@ -155,11 +156,11 @@ class Ranks:
         self._workers.handles[rank].send_signal(sig)
 
     def stop(self, rank: int) -> None:
-        """Freeze `rank` with SIGSTOP."""
+        """Suspend `rank` with SIGSTOP."""
         self.kill(rank, signal.SIGSTOP)
 
     def resume(self, rank: int) -> None:
-        """Let a stopped `rank` run again."""
+        """Continue a suspended `rank` with SIGCONT."""
         self.kill(rank, signal.SIGCONT)
 
     def wait_until_reached(self, point: str, ranks: Sequence[int] | None = None, timeout_s: float = 30.0) -> list[Any]:
@@ -167,11 +168,11 @@ class Ranks:
 
         Args:
             point: Name of the point.
-            ranks: Ranks to wait for; by default all.
-            timeout_s: Seconds to wait at most.
+            ranks: Ranks to wait for; by default, all ranks.
+            timeout_s: Maximum number of seconds to wait.
 
         Raises:
-            RankError: A rank ended before it got there, or did not get there within `timeout_s`.
+            RankError: A rank ended before it reached `point`, or did not reach it within `timeout_s`.
         """
         __tracebackhide__ = True
         wanted = [self._workers.handles[rank] for rank in (range(len(self)) if ranks is None else ranks)]
@@ -191,7 +192,7 @@ class Ranks:
         return [handle.points[point] for handle in wanted]
 
     def release(self, point: str, payload: Any = None, ranks: Sequence[int] | None = None) -> None:
-        """Let ranks, by default all, return `payload` from ``await_release(point)``."""
+        """Make ``await_release(point)`` return `payload` on `ranks`, by default on all ranks."""
         for rank in range(len(self)) if ranks is None else ranks:
             self._workers.handles[rank].send(("release", point, payload))
 
@@ -205,8 +206,8 @@ class Ranks:
 
         Args:
             timeout_s: Seconds after which ranks that have not ended are killed.
-            stop_at_failure: Whether the others get only a few more seconds once a rank has failed. They do in any case
-                once a rank has skipped the test; `join` then skips it, too.
+            stop_at_failure: Whether the other ranks get only a few more seconds once a rank has failed. Once a rank has
+                skipped the test, they get only a few more seconds in any case, and `join` then skips the test, too.
         """
         __tracebackhide__ = True
         workers = self._workers
@@ -217,14 +218,14 @@ class Ranks:
         return workers.outcomes
 
     def wait(self, timeout_s: float, *, stop_at_failure: bool, before_kill: Callable[[], None] | None = None) -> None:
-        """Wait for the ranks as `join` does, and raise nothing.
+        """Wait for the ranks as `join` does, but do not raise an exception.
 
-        Time does not count while a rank is in a debugger, which it reports by ``reached(HELD, True)``.
+        Time during which a rank is in a debugger does not count; a rank reports this by ``reached(HELD, True)``.
 
         Args:
             timeout_s: Seconds after which ranks that have not ended are killed.
-            stop_at_failure: Whether the others get only a few more seconds once a rank has failed.
-            before_kill: Function called when ranks hang, before they are killed.
+            stop_at_failure: Whether the other ranks get only a few more seconds once a rank has failed.
+            before_kill: Function called before hung ranks are killed.
 
         Example:
             >>> with phalanx.testing.spawn_ranks(divmod, 2) as ranks:
@@ -254,7 +255,7 @@ class Ranks:
                 deadline = min(limit, time.monotonic() + CAUSE_S)
 
     def _kill_hung(self) -> None:
-        """Kill the ranks that are past the limit, after asking each for its stacks."""
+        """Kill the ranks that have not ended, after a signal that makes each of them print its stacks."""
         for handle in self._workers.handles:
             if not handle.ended:
                 handle.outcome.hung = True

@@ -1,4 +1,4 @@
-"""Decisions of a rank about the whole test: skip it, expect its failure, end the session. Imports no pytest."""
+"""Decisions of a rank about the whole test: skip it, expect its failure, end the session. Does not import pytest."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from typing import Any
 
 from phalanx.failure.ending import Ending
 
-_RESULTS = ("skip", "xfail", "exit")  # functions of pytest that decide; fail() is left out, as it only fails its rank
+# functions of pytest that decide about the whole test; fail() is left out, because it only fails its rank
+_RESULTS = ("skip", "xfail", "exit")
 
 
 def make_portable(error: BaseException) -> None:
-    """Make an exception that pytest's functions raise picklable; otherwise its class can't be found by name."""
+    """Make an exception of pytest's functions picklable; pickle could not find its class by name otherwise."""
     for name in (*_RESULTS, "fail"):
         if type(error) is _raised_by(name):
             copyreg.pickle(type(error), _reduce)
 
 
 def result_of(outcomes: Sequence[Ending]) -> BaseException | None:
-    """Return the exception by which a rank decided about the whole test; None if no rank did, or a rank has failed.
+    """Return the exception with which a rank decided about the whole test; None if no rank did so, or if a rank failed.
 
     Ranks that failed only because the deciding rank left, or that still wait for it, do not count as failed. The
-    `Ending` of the deciding rank is marked as ``skipped``, so that it is not taken for the cause of another's failure.
+    `Ending` of the deciding rank is marked as ``skipped``, so that it does not count as the cause of another rank's
+    failure.
     """
     for outcome in outcomes:
         outcome.skipped = _is_result(outcome.error)
@@ -50,7 +52,7 @@ def _is_result(error: BaseException | None) -> bool:
 
 
 def _raised_by(name: str) -> type[BaseException] | None:
-    """Return the class that a function of pytest raises; None if nobody has imported pytest."""
+    """Return the class of the exception that a function of pytest raises; None if pytest has not been imported."""
     function = getattr(sys.modules.get("pytest"), name, None)
     return getattr(function, "Exception", None)
 

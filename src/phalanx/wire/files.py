@@ -18,18 +18,20 @@ from phalanx.wire.waiting import wait_until
 
 _LOCK_EVERY_S = 0.005
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # flags of fallocate(2)
-_MOST_BYTES = 4 << 20  # most bytes of a JSON file: 10,000 hosts or ranks, each with a long name and a few numbers
+# limit for a JSON file: enough for 10,000 hosts or ranks, each with a long name and a few numbers
+_MOST_BYTES = 4 << 20
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> FileIO:
     """Open a regular file, unbuffered. A FIFO or device, which may block or never end, is an error.
 
-    On a full disk, a write to the file may be cut short without an error; `write_regular` writes everything or raises.
+    On a full disk, a write to the returned file may be cut short without an error; use `write_regular`, which writes
+    everything or raises.
 
     Raises:
         OSError: `path` can't be opened, or is not a regular file.
     """
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)  # O_NONBLOCK: opening a FIFO would wait
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)  # without O_NONBLOCK, opening a FIFO would wait
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(fd, "r+b" if flags & os.O_RDWR else "rb", buffering=0)
@@ -40,13 +42,13 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> File
 
 
 def lock_within(wait_s: float, file: FileIO, operation: int) -> bool:
-    """Lock a file with ``flock``; return whether that succeeded before `wait_s` seconds had passed.
+    """Lock a file with ``flock``; return whether this succeeded within `wait_s` seconds.
 
     Args:
         operation: ``fcntl.LOCK_EX`` or ``fcntl.LOCK_SH``.
 
     Raises:
-        OSError: The file system has no locks.
+        OSError: The file system does not support locks.
     """
 
     def lock() -> bool | None:
@@ -60,7 +62,7 @@ def lock_within(wait_s: float, file: FileIO, operation: int) -> bool:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Return the content of a small JSON file, see `parse_json`.
+    """Return the value in a small JSON file, as `parse_json` returns it.
 
     Raises:
         OSError: `path` can't be opened, or is not a regular file.
@@ -74,18 +76,19 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def write_regular(path: str | os.PathLike[str], content: str | bytes, flags: int = 0, *, durable: bool = False) -> None:
-    """Write a regular file from its beginning, text as UTF-8.
+    """Replace the content of a regular file; text is written as UTF-8.
 
     Args:
         path: New or existing file.
         content: Whole content of the file.
         flags: More flags for `os.open`.
-        durable: Whether the content must survive a power loss; the caller syncs the folder.
+        durable: Whether the content must survive a power loss; the caller must also sync the folder.
 
     Raises:
         OSError: `path` can't be opened or written, or is not a regular file.
     """
-    data = content if isinstance(content, bytes) else content.encode(errors="replace")  # names in it may not be UTF-8
+    # the text may contain file names that are not UTF-8
+    data = content if isinstance(content, bytes) else content.encode(errors="replace")
     with io.BufferedWriter(open_regular(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | flags)) as file:
         file.write(data)
         file.flush()
@@ -94,10 +97,10 @@ def write_regular(path: str | os.PathLike[str], content: str | bytes, flags: int
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes, *, durable: bool = False) -> None:
-    """Write a file like `write_regular`, but atomically: even after a kill, readers see the old or the new one.
+    """Write a file like `write_regular`, but atomically: readers see the old or the new content, even after a kill.
 
     Raises:
-        OSError: The file can't be written; the old one is unchanged.
+        OSError: The file can't be written; the old content is unchanged.
     """
     part = f"{os.fspath(path)}.{os.getpid()}.part"
     try:

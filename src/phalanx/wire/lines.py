@@ -19,10 +19,10 @@ def as_line(message: Any) -> bytes:
 
 
 def read_line(line: bytes | bytearray) -> dict[str, Any]:
-    """Return the message that a line holds.
+    """Return the message in a line.
 
     Raises:
-        ValueError: The line does not hold a message.
+        ValueError: The line does not contain a message.
     """
     message: dict[str, Any] = understand(line, dict)
     return message
@@ -34,11 +34,11 @@ def receive_line(
     """Return the next message without reading beyond it; the socket keeps its timeout.
 
     Args:
-        limit_s: Time for the whole message: a stranger may send it byte by byte.
-        waits: Whether to wait for the first byte without a limit.
+        limit_s: Time limit for the whole message, because an unknown sender may send it byte by byte.
+        waits: Whether to wait for the first byte without a limit; `limit_s` then begins with that byte.
 
     Raises:
-        OSError: The other end has gone, or takes too long.
+        OSError: The other end has closed the connection, or takes too long.
         ValueError: The line is not a message.
     """
     line = bytearray()

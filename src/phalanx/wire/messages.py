@@ -1,16 +1,16 @@
-"""Reads what other processes send: turns plain data into a value of a declared form, or says why that is impossible.
+"""Reads data from other processes: converts it to a value of a declared form, or raises an error that says why not.
 
 Data from outside this process (an agent's line, the value of a key in a store, a file in a run's folder) may be from
-another version or another program, cut short, or made up. So no code picks fields out of parsed JSON. Instead, a reader
-declares a form, most often a dataclass, and `read_value` returns an object of that form or raises a `GarbledError` that
-says what is wrong. Bounds are part of the form::
+another version or another program, may be cut short, or may be made up. So no code picks fields out of parsed JSON.
+Instead, a reader declares a form, most often a dataclass, and `read_value` returns an object of that form or raises a
+`GarbledError` that says what is wrong. Bounds are part of the form::
 
     @dataclass(frozen=True)
     class Node:
         host: Annotated[str, cropped(300)]
         port: Annotated[int, between(1, 65535)]
 
-pydantic and msgspec read in the same way, but a hundred lines are no reason for a dependency.
+pydantic and msgspec offer the same, but they would be a dependency that saves only a hundred lines.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Shape = Any
 """Form of a value.
 
 It is a type hint (a plain type; a dataclass; ``list``, ``tuple``, ``dict`` or ``Literal`` with arguments; a union;
-``Annotated`` with functions that check a value and return it) or one of: ``{"key": shape}``, a table that may have
-other keys; ``[shape]``, a list of any length; ``(shape, shape)``, a list of exactly these items; a function that
-returns the value as read or raises ValueError.
+``Annotated`` with functions that check a value and return it) or one of: ``{"key": shape}``, a table with at least
+these keys; ``[shape]``, a list of any length; ``(shape, shape)``, a list of exactly these items; a function that takes
+the JSON value and returns the value to use, or raises ValueError.
 """
 
 LOCAL = types.MappingProxyType({"local": True})
-"""Metadata of a dataclass's field that is neither written nor read, because it never leaves this process."""
+"""Metadata that marks a dataclass's field as local: the field is neither written nor read."""
 
 _MOST = 2**63
 _MOST_DIGITS = 20
@@ -50,14 +50,14 @@ _NAMES = {
 
 
 class GarbledError(ValueError):
-    """Another process has written something that this library does not write."""
+    """Data from another process does not have the form in which this library writes it."""
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:
     """Return the value of a JSON text whose numbers are safe to compute with: finite, and within 64 bits.
 
     Raises:
-        ValueError: The text is not JSON, has another number, or is nested too deeply.
+        ValueError: The text is not JSON, contains a number outside these bounds, or is nested too deeply.
     """
     try:
         return json.loads(text, parse_int=_int, parse_float=_float, parse_constant=_float)
@@ -70,7 +70,7 @@ def _int(text: str) -> int:
 
 
 def _float(text: str) -> float:
-    value = float(text)  # also NaN, which lies in no range and is refused below
+    value = float(text)  # may be NaN, which the comparison below rejects
     return value if -_MOST <= value < _MOST else _refuse_number(text)
 
 
@@ -79,7 +79,7 @@ def _refuse_number(number: str) -> NoReturn:
 
 
 def as_facts(value: Any) -> Any:
-    """Return a dataclass, and those in it, as tables without their local fields; other values stay as they are."""
+    """Return `value` with each dataclass in it converted to a dict of the fields that are not local."""
     if dataclasses.is_dataclass(value):
         told = (field.name for field in dataclasses.fields(value) if not field.metadata.get("local"))
         return {name: as_facts(getattr(value, name)) for name in told}
@@ -125,7 +125,7 @@ def read_value(value: Any, shape: Shape) -> Any:
         require(value is None, "nothing", value)
         return None
     if isinstance(shape, type):
-        # Subclasses are refused: True is not a number.
+        # Subclasses are rejected, because True, whose class is a subclass of int, is not a number.
         require(type(value) is shape or (shape is float and type(value) is int), _NAMES.get(shape, str(shape)), value)
         return value
     return _apply(shape, value)
@@ -136,7 +136,7 @@ def _read_dataclass(value: Any, shape: Any) -> Any:
     hints = _hints(shape)
     given = {name: _read_field(name, value[name], hint) for name, hint in hints.items() if name in value}
     try:
-        return _apply(lambda fields: shape(**fields), given)  # its __post_init__ may refuse them
+        return _apply(lambda fields: shape(**fields), given)  # the dataclass's __post_init__ may reject the fields
     except TypeError:
         has_default = {one.name for one in dataclasses.fields(shape) if _has_default(one)}
         missing = [name for name in hints if name not in given and name not in has_default]
@@ -156,7 +156,7 @@ def _read_field(name: str, value: Any, shape: Shape) -> Any:
 
 @functools.cache
 def _hints(shape: Any) -> dict[str, Any]:
-    """Return the form of each field of a dataclass, without fields that never leave this process."""
+    """Return the form of each field of a dataclass, without local fields."""
     hints = typing.get_type_hints(shape, include_extras=True)
     return {
         field.name: hints[field.name]
@@ -182,14 +182,14 @@ def _read_generic(value: Any, origin: Any, options: tuple[Any, ...]) -> Any:
 
 
 def _items(value: Any, shapes: tuple[Shape, ...]) -> typing.Iterator[Any]:
-    """Yield the items of a list of a fixed length."""
+    """Return an iterator over the items of a list of a fixed length, each read as its shape."""
     is_so = isinstance(value, (list, tuple)) and len(value) == len(shapes)
     require(is_so, f"a list of {len(shapes)}", value)
     return (read_value(one, shape) for one, shape in zip(value, shapes, strict=True))
 
 
 def _read_key(key: Any, shape: Shape) -> Any:
-    """Return the key of a table, which JSON writes as text even if it is a number."""
+    """Return a key of a table, read as `shape`; JSON writes even keys that are numbers as text."""
     if shape is not int or type(key) is int:
         return read_value(key, shape)
     require(key.isascii() and key.isdecimal() and len(key) < _MOST_DIGITS, "a whole number", key)
@@ -203,7 +203,7 @@ def _first_that_fits(value: Any, options: tuple[Shape, ...]) -> Any:
     for option in others:
         with contextlib.suppress(GarbledError):
             return read_value(value, option)
-    return read_value(value, last)  # outside of `suppress`, so that its error is raised
+    return read_value(value, last)  # outside of `suppress`, so that the error of the last option is raised
 
 
 def _apply(check: Callable[[Any], Any], value: Any) -> Any:
@@ -216,7 +216,7 @@ def _apply(check: Callable[[Any], Any], value: Any) -> Any:
 
 
 def fits(value: Any, shape: Shape) -> bool:
-    """Whether a value has a shape."""
+    """Whether a value can be read as `shape`."""
     with contextlib.suppress(GarbledError):
         read_value(value, shape)
         return True
@@ -224,7 +224,7 @@ def fits(value: Any, shape: Shape) -> bool:
 
 
 def require(is_so: bool, what: str, value: Any) -> None:
-    """Raise a `GarbledError` that says what the value should be, unless `is_so`."""
+    """Unless `is_so`, raise a `GarbledError` that says what the value should be."""
     if not is_so:
         raise GarbledError(f"{_shown(value)} is not {what}")
 
@@ -259,5 +259,5 @@ def between(least: float, most: float) -> Callable[[Any], Any]:
 
 
 def cropped(most: int) -> Callable[[Any], Any]:
-    """Return a check that accepts a text or a list, and cuts it after `most` characters or items."""
+    """Return a function for `Annotated` that cuts a text or a list after `most` characters or items."""
     return lambda value: value[:most]

@@ -1,6 +1,6 @@
 """Packets between two processes of one host and one user, optionally with descriptors.
 
-Packets are JSON. A warm process and its clients use marshal instead: both run the same Python, and a client, which only
+Packets are JSON. A warm process and its clients use marshal instead: they run the same Python, and a client, which only
 hands a job over, would spend more time on importing json than on using it. For the same reason, this module imports
 almost nothing.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import socket
 
 MAX_FDS = 253
-"""Most descriptors of one packet: SCM_MAX_FD of the kernel."""
+"""Most descriptors that one packet can carry: the kernel's SCM_MAX_FD."""
 _MAX_BYTES = 1 << 20
 _INT_BYTES = 4
 
@@ -28,7 +28,7 @@ class PacketSocket:
     """One end of a connection.
 
     Args:
-        end: A connected ``SOCK_SEQPACKET`` socket, owned from now on.
+        end: A connected ``SOCK_SEQPACKET`` socket, which the new object owns from now on.
         marshals: Whether packets are encoded with marshal instead of JSON.
 
     Attributes:
@@ -51,7 +51,7 @@ class PacketSocket:
         return self.end.fileno()
 
     def send(self, packet: Any, fds: Sequence[int] = ()) -> None:
-        """Send `packet` with copies of `fds`; nothing happens if the other end has gone.
+        """Send `packet` with copies of `fds`; do nothing if the other end is closed.
 
         Raises:
             OSError: The packet is too large.
@@ -68,11 +68,11 @@ class PacketSocket:
             yield packet
 
     def wait(self) -> Any:
-        """Return the next packet; None when the other end has gone."""
+        """Wait for the next packet and return it; return None if the other end is closed."""
         return self._packet_alone(0)
 
     def take(self, flags: int = 0) -> tuple[Any, list[int]]:
-        """Return the next packet and its descriptors; None if the other end has gone, or if none came in time."""
+        """Return the next packet and its descriptors; return None if the other end is closed or no packet arrives."""
         fds: list[int] = []
         try:
             data, rights = self._next(flags) if self.alive else (b"", [])
@@ -84,7 +84,7 @@ class PacketSocket:
             self.alive = False
         except (BlockingIOError, TimeoutError):
             pass
-        except (OSError, ValueError, EOFError, TypeError):  # it is not a packet of ours
+        except (OSError, ValueError, EOFError, TypeError):  # the data is not a valid packet
             self.alive = False
         for fd in fds:
             os.close(fd)
@@ -105,7 +105,7 @@ class PacketSocket:
         return data, rights
 
     def is_open(self) -> bool:
-        """Return whether the other end seems to be open, without waiting. Makes the socket non-blocking."""
+        """Return, without waiting, whether the other end seems to be open. Makes the socket non-blocking."""
         self.end.settimeout(0)
         try:
             return bool(self.end.recv(1, _socket.MSG_PEEK))

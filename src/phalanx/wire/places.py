@@ -1,4 +1,4 @@
-"""Folders that only their user can enter, where processes find one another: warm ones by sockets, others by files."""
+"""Folders that only their user can enter, in which processes find one another's sockets and files."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 READY_S = 2.0
 """Seconds within which a warm process that has imported torch answers."""
 _BACKLOG = 1024
-_MADE_S = 1.0  # after this time, a socket file that does not listen never will
+_MADE_S = 1.0  # if no process listens on a socket file of this age, none ever will
 _IMPORTING_MODE, _READY_MODE = 0o600, 0o700  # modes of the socket file before and after the import of torch
 _SUFFIX = ".sock"
 
 
 def folders() -> list[str]:
-    """Return the folders in which sockets may lie, the preferred one first."""
+    """Return the folders that may contain sockets, the preferred one first."""
     runtime = _env.environment().get("XDG_RUNTIME_DIR", "")
     own = [os.path.join(runtime, "phalanx")] if os.path.isabs(runtime) else []
     return [*own, *reversed(common_folders())]
 
 
 def common_folders() -> list[str]:
-    """Return the folders that every process of this user finds, whatever its environment; the one in memory first."""
+    """Return the folders that do not depend on a process's environment; the folder in memory is the first."""
     return [f"{shared}/phalanx-{os.geteuid()}" for shared in ("/dev/shm", "/tmp")]
 
 
 def common_files(name: str) -> list[str]:
-    """Return the paths at which a file of that name may lie, in the common folders that nobody else can enter."""
+    """Return the possible paths of a file of this name, in the common folders that only this user can enter."""
     found = []
     for folder in common_folders():
         with contextlib.suppress(OSError):
@@ -54,13 +54,13 @@ def in_common_folder(use: Callable[[str], _T]) -> _T:
     """Return what `use` returns for the first common folder that can be used; create the folder if it does not exist.
 
     Raises:
-        OSError: None can be used; this is the error of the first one.
+        OSError: No common folder can be used; this is the error from the first one.
     """
     return _in_first_folder(use, common_folders())
 
 
 def make_folder() -> str:
-    """Return the first folder in which sockets can lie, created if it does not exist.
+    """Return the first folder that can hold sockets; create the folder if it does not exist.
 
     Raises:
         OSError: There is no folder that only this user can enter.
@@ -71,10 +71,10 @@ def make_folder() -> str:
 def make_path(kind: str) -> str:
     """Return a path for a socket other than a warm process's, in a folder that only this user can enter.
 
-    Sockets of that kind whose processes were killed are removed.
+    Sockets of this kind whose processes were killed are removed.
 
     Raises:
-        OSError: There is no such folder.
+        OSError: There is no folder that only this user can enter.
     """
     folder = make_folder()
     for name in os.listdir(folder):
@@ -84,10 +84,11 @@ def make_path(kind: str) -> str:
 
 
 def _is_stale(path: str) -> bool:
-    """Whether no process has that socket open any more; the check does not disturb a process that has it open."""
+    """Whether no process has this socket open any more; a process that has it open does not notice the check."""
     with contextlib.suppress(OSError), contextlib.closing(_socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)) as asker:
         is_made = time.time() - os.lstat(path).st_mtime > _MADE_S
-        return is_made and asker.connect_ex(path) == errno.ECONNREFUSED  # a live one gives another error
+        # an open socket causes a different error, because it has another type
+        return is_made and asker.connect_ex(path) == errno.ECONNREFUSED
     return False
 
 
@@ -95,14 +96,14 @@ def make_socket() -> tuple[str, _socket.socket]:
     """Return a new socket that listens, and its path.
 
     Raises:
-        OSError: There is no place for it.
+        OSError: No folder can hold the socket.
     """
     name = f"{os.getpid()}-{os.urandom(4).hex()}{_SUFFIX}"
     return _in_first_folder(lambda folder: _listen(os.path.join(folder, name)))
 
 
 def _in_first_folder(use: Callable[[str], _T], places: list[str] | None = None) -> _T:
-    """Return what `use` returns for the first folder that works; if none works, raise the error of the first."""
+    """Return what `use` returns for the first usable folder; if there is none, raise the first folder's error."""
     errors = []
     for folder in folders() if places is None else places:
         try:
@@ -119,7 +120,8 @@ def _in_first_folder(use: Callable[[str], _T], places: list[str] | None = None) 
 def _listen(path: str) -> tuple[str, _socket.socket]:
     listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     try:
-        # Bound under another name and renamed when it listens, so that a socket under its own name listens or is stale.
+        # The socket is bound under a temporary name and renamed once it listens. So a socket file under its final name
+        # that does not listen is stale.
         listener.bind(f"{path}.new")
         try:
             os.chmod(f"{path}.new", _IMPORTING_MODE)
@@ -135,12 +137,12 @@ def _listen(path: str) -> tuple[str, _socket.socket]:
 
 
 def listen(listener: _socket.socket) -> None:
-    """Accept connections; the peer that clients see is the last process that called this."""
+    """Accept connections; clients see the process that last called this as their peer (`peer_of`)."""
     listener.listen(_BACKLOG)
 
 
 def sockets() -> list[str]:
-    """Return the sockets of this user, the most recently used first."""
+    """Return the paths of this user's sockets, the most recently used first."""
     found = []
     for folder in folders():
         with contextlib.suppress(OSError):
@@ -153,13 +155,14 @@ def sockets() -> list[str]:
 
 
 def connect(path: str) -> _socket.socket | None:
-    """Return a connection to the warm process that listens there; None if there is none of this user.
+    """Return a connection to the warm process that listens at `path`; None if no process of this user listens there.
 
-    A socket that nobody listens on is removed. If the backlog is full, this waits for up to `READY_S`.
+    A socket file on which no process listens is removed. If the backlog is full, this waits for up to `READY_S`.
     """
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     try:
-        # Linux waits this long for room in the backlog; with a timeout set in Python, it would not wait at all.
+        # Linux waits this long for room in the backlog. With a timeout set in Python, the socket would be non-blocking,
+        # and connect() would fail at once.
         connection.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDTIMEO, _timeval(READY_S))
         connection.connect(path)
         connection.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDTIMEO, _timeval(0))
@@ -167,10 +170,10 @@ def connect(path: str) -> _socket.socket | None:
             return connection
     except ConnectionRefusedError:
         forget(path)
-    except BlockingIOError:  # the backlog stayed full: its process accepts no connections
+    except BlockingIOError:  # the backlog stayed full: the process accepts no connections
         if not is_importing(path):
             forget(path)
-    except OSError:  # it is gone, or is something else
+    except OSError:  # the file does not exist, or is not such a socket
         pass
     connection.close()
     return None
@@ -181,13 +184,13 @@ def _timeval(limit_s: float) -> bytes:
 
 
 def announce_ready(path: str) -> None:
-    """Mark the socket: its process has imported torch, so from now on it must answer at once."""
+    """Mark the socket as ready: its process has imported torch, and must answer at once from now on."""
     with contextlib.suppress(OSError):
         os.chmod(path, _READY_MODE)
 
 
 def is_importing(path: str) -> bool:
-    """Whether the process of that socket is still importing torch; if it is not, it answers at once or never."""
+    """Whether the process of this socket is still importing torch; a process that is not answers at once or never."""
     try:
         return stat.S_IMODE(os.lstat(path).st_mode) == _IMPORTING_MODE
     except OSError:
@@ -195,7 +198,7 @@ def is_importing(path: str) -> bool:
 
 
 def forget(path: str) -> None:
-    """Remove a socket, so that nobody finds its process any more."""
+    """Remove a socket file, so that no process connects to it any more."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 

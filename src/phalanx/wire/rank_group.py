@@ -15,7 +15,7 @@ _on_meeting: Callable[[], None] | None = None
 
 
 def call_when_solo(look: Callable[[], None] | None) -> None:
-    """Let a group of one rank call `look` where a group of several would call a collective; `look` may raise."""
+    """Make a group of one rank call `look` wherever a larger group would call a collective; `look` may raise."""
     global _on_meeting
     _on_meeting = look
 
@@ -29,7 +29,7 @@ class RankGroup:
     """The ranks of a group. Every rank calls the same methods in the same order.
 
     Args:
-        group: Process group; None: the default group, if there is one.
+        group: Process group; None for the default group, if there is one.
 
     Attributes:
         rank: This process's rank in the group.
@@ -44,7 +44,7 @@ class RankGroup:
 
     @functools.cached_property
     def device(self) -> torch.device:
-        """Device whose tensors the group exchanges: the CPU if one of its backends takes it, else the accelerator."""
+        """Device of the tensors that the group exchanges: the CPU if a backend supports it, else the accelerator."""
         if self.world_size > 1 and not any(name in self._backends for name in ("phalanx", "gloo", "mpi")):
             return torch.accelerator.current_accelerator() or torch.device("cpu")
         return torch.device("cpu")
@@ -63,7 +63,7 @@ class RankGroup:
         return values
 
     def gather_tensor(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, in rank order; they must have the same shape and dtype."""
+        """Return the tensors of all ranks, in rank order; all tensors must have the same shape and dtype."""
         if self.world_size == 1:
             return [tensor]
         tensors = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -71,7 +71,7 @@ class RankGroup:
         return tensors
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Return the tensor of the global rank `source`, on the CPU; it has the same shape and dtype on all ranks."""
+        """Return the tensor of the global rank `source`, on the CPU; all ranks pass the same shape and dtype."""
         if self.world_size > 1:
             sent = tensor.to(self.device)
             dist.broadcast(sent, source, group=self._group)
@@ -89,7 +89,7 @@ class RankGroup:
         return came.cpu()
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of all ranks, in rank order; every rank passes equally many."""
+        """Return the numbers of all ranks, in rank order; all ranks must pass the same count of numbers."""
         own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         return [row.tolist() for row in self.gather_tensor(own)]
 
@@ -107,15 +107,16 @@ class RankGroup:
         return tensor.tolist()
 
     def barrier(self, timeout_s: float) -> None:
-        """Return once every rank has called this; at once if the group has neither Gloo nor phalanx: others can't wait.
+        """Return once every rank has called this; return at once if the group uses neither Gloo nor phalanx.
 
         Raises:
-            RuntimeError: Ranks did not call it within the timeout; the message names them.
+            RuntimeError: Some ranks did not call this within the timeout; the message names them.
         """
         if self.world_size == 1 or not any(name in self._backends for name in ("phalanx", "gloo")):
             return
         group: Any = self._group or dist.group.WORLD
-        # Not dist.monitored_barrier, which before torch 2.14 refuses a group of Gloo and NCCL.
+        # Only Gloo and phalanx have this method. dist.monitored_barrier would reject a group of Gloo and NCCL before
+        # torch 2.14.
         group.monitored_barrier(timedelta(seconds=timeout_s), True)
 
 

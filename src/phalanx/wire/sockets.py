@@ -1,4 +1,4 @@
-"""Chooses a folder for multiprocessing's sockets whose path is short enough, whatever TMPDIR is."""
+"""Chooses a folder for multiprocessing's sockets; the folder's path is short enough even if TMPDIR is long."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def keep_paths_short() -> None:
-    """Make this process, and those it starts from now on, use a folder in which multiprocessing's sockets fit.
+    """Make this process, and the processes that it starts, use a folder with a path short enough for sockets.
 
-    With a long TMPDIR, the fork server and every worker of a data loader would fail.
+    Otherwise, with a long TMPDIR, the fork server and every worker of a data loader would fail.
     """
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     folder = config.get("tempdir") or tempfile.gettempdir()
@@ -27,7 +27,7 @@ def keep_paths_short() -> None:
         with contextlib.suppress(OSError):
             given, tempfile.tempdir = tempfile.tempdir, short
             try:
-                util.get_temp_dir()  # creates a folder for this process, removed at its end
+                util.get_temp_dir()  # creates a folder for this process, which is removed when the process ends
                 return
             finally:
                 tempfile.tempdir = given

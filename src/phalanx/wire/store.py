@@ -1,10 +1,11 @@
-"""torch's Store as the processes of a job use it: JSON of a checked shape, and a time limit for every answer.
+"""A wrapper of torch's Store that reads and writes JSON of a checked shape, with a time limit for every answer.
 
-Most calls of a store have no deadline: if the process that serves it is stopped, they wait inside native code. So a
-separate thread makes the call, and the caller waits for a limited time. If no answer comes, the thread is left behind.
+Most calls of a store have no deadline: if the process that serves the store is suspended (SIGSTOP), they wait inside
+native code. So a separate thread makes the call, and the caller waits for a limited time. If no answer arrives in time,
+the thread keeps waiting and the caller does not.
 
-Waits poll the store. The store's own `wait` notices nothing but its key, and in TCPStore, it prints a warning whenever
-it times out. ``python -m bench.joining`` measures what it costs to join a group in this way.
+Waits poll the store. The store's own `wait` can't watch for anything but keys, and in TCPStore, it prints a warning
+whenever it times out. ``python -m bench.joining`` measures what it costs to join a group in this way.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from phalanx.wire.messages import Shape, understand
 from phalanx.wire.waiting import StoreSilentError, wait_until
 
 T = TypeVar("T")
-_ANSWER_S, _WRITE_S = 1.0, 5.0  # time limits of an answer, and of a write
+_ANSWER_S, _WRITE_S = 1.0, 5.0  # time limits for the answer to a read and to a write
 _IDLE_S = 0.2  # time without a request after which the thread ends
-_BEGIN_S, _END_S = 0.5, 0.1  # time for the thread to begin, and to end
-_MANY = 50  # number of ranks for which pauses are doubled
+# how long a caller waits for the thread to begin and to end
+_BEGIN_S, _END_S = 0.5, 0.1
+_MANY = 50  # number of ranks at which pauses are twice as long
 
 
 class StoreGoneError(ConnectionError):
@@ -41,15 +43,15 @@ def shared_pause(shortest_s: float, num_ranks: int) -> float:
 
 
 def connect_within(limit_s: float, connect: Callable[[], T], look: Callable[[], None] = lambda: None) -> T:
-    """Return the connected store that `connect` returns; torch's own timeout does not cover all of the connecting.
+    """Return the store that `connect` returns, within a time limit: torch's timeout does not cover every step.
 
     Args:
-        look: Function called every tenth of a second meanwhile. An exception that it raises ends the wait.
+        look: Function that is called every tenth of a second during the wait. If it raises an exception, the wait ends.
 
     Raises:
-        StoreSilentError: `connect` takes longer, as with a stopped process, and goes on in a thread that is left
-            behind.
-        Exception: `connect` raised it.
+        StoreSilentError: `connect` takes longer, because the store's process is suspended, for example. `connect`
+            continues in its thread.
+        Exception: `connect` or `look` raised it.
     """
     answer = (clerk := _Clerk()).take(connect)
     try:
@@ -61,14 +63,14 @@ def connect_within(limit_s: float, connect: Callable[[], T], look: Callable[[], 
 
 
 class JsonStore:
-    """A store of torch's that holds JSON and answers within a limited time. Threads and signal handlers may share it.
+    """Reads and writes JSON in a store of torch, with time limits. Threads and signal handlers may share an object.
 
     Once the store has failed, every method raises `StoreGoneError` without asking the store again, because TCPStore
-    prints a traceback on each failure. If no answer comes in time, a method raises `StoreSilentError`; until that
-    answer comes, further calls raise the same at once.
+    prints a traceback on each failure. If no answer arrives in time, a method raises `StoreSilentError`. Until the late
+    answer arrives, further reads raise this error at once.
 
     Attributes:
-        raw: torch's store, for code that must talk to it directly.
+        raw: torch's store, for code that must call it directly.
         answer_s: Time limit for an answer, in seconds.
         is_gone: Whether the store has failed.
     """
@@ -86,7 +88,7 @@ class JsonStore:
         return self._given_up is not None and not self._given_up.done()
 
     def get(self, key: str, shape: Shape) -> Any:
-        """Return the value of a key, read by its shape; None if there is none.
+        """Return the value of a key, read as `shape`; None if the key has no value.
 
         Raises:
             GarbledError: The value does not have the shape.
@@ -95,7 +97,7 @@ class JsonStore:
         return None if said is None else understand(said, shape)
 
     def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the values of the keys as they were written, read in one request; None for all if one has none."""
+        """Return the unparsed values of all keys, read in one request; if a key has no value, return None for each."""
         texts: list[bytes | None] | None = self.ask(lambda store: _get_all(store, [*keys]))
         return [None] * len(keys) if texts is None else texts
 
@@ -111,12 +113,12 @@ class JsonStore:
         self.ask(lambda store: store.set(key, text), limit_s)
 
     def set_all(self, values: Mapping[str, Any], limit_s: float = _WRITE_S) -> None:
-        """Set the values of all keys, in this order, in one request."""
+        """Set the values of several keys, in the order of `values`, in one request."""
         texts = {key: json.dumps(value) for key, value in values.items()}
         self.ask(lambda store: _set_all(store, texts), limit_s)
 
     def add(self, counter: str, limit_s: float = _WRITE_S) -> int:
-        """Add one and return the sum."""
+        """Add 1 to a counter and return the sum."""
         return int(self.ask(lambda store: store.add(counter, 1), limit_s))
 
     def close(self) -> None:
@@ -127,8 +129,8 @@ class JsonStore:
         """Return the store's answer.
 
         Args:
-            limit_s: Seconds for this answer and those of earlier questions; None: `answer_s`, or 0 if the store is
-                silent.
+            limit_s: Seconds to wait for the answer, which follows the answers to earlier questions. None means
+                `answer_s`, or 0 if the store is silent.
         """
         if self.is_gone:
             raise StoreGoneError("it has failed before")
@@ -161,17 +163,18 @@ def _set_all(store: Any, texts: dict[str, str]) -> None:
 
 
 class _Clerk:
-    """The thread that asks the store: it starts with the first request, and ends after a while without requests.
+    """A thread that makes the requests to a store: it starts with the first request and ends after a pause.
 
-    If memory is short, a new thread may fail before its first line, and `threading.Thread` would wait for it forever.
-    So the thread is started by `_thread`, and if it does not begin, the caller makes the request itself.
+    If memory is short, a new thread may fail before it runs its first line, and `threading.Thread.start` would wait for
+    this thread forever. So `_thread` starts the thread, and if it does not begin in time, the caller makes the request
+    itself.
     """
 
     def __init__(self) -> None:
         self._questions: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None]
         self._questions = queue.SimpleQueue()
-        # Reentrant, because a signal handler may ask while it interrupts a request. If that starts a second thread,
-        # both serve the same queue.
+        # Reentrant, because a signal handler may interrupt a request and make another. If this starts a second thread,
+        # both threads serve the same queue.
         self._lock = threading.RLock()
         self._is_running, self._has_ended = False, threading.Event()
 
@@ -192,7 +195,7 @@ class _Clerk:
         return future
 
     def dismiss(self) -> None:
-        """End the thread now, unless a request to the store blocks it."""
+        """End the thread now, unless it is blocked in a request to the store."""
         if self._is_running:
             self._questions.put(None)
             self._has_ended.wait(_END_S)

@@ -1,8 +1,8 @@
-"""The way in which this package waits for what it can only poll: with ever longer pauses, until a deadline.
+"""Polls a condition with ever longer pauses, until a deadline; for conditions for which no other wait exists.
 
-Looks are frequent at first and rare later, so polling adds at most a quarter to the length of a wait. Where the kernel
-or Python can wait (for a descriptor, a process, a lock of this process), nothing is polled. This module does not import
-torch: the launcher and the commands wait without it.
+The checks are frequent at first and rare later, so polling adds at most a quarter to the length of a wait. Conditions
+for which the kernel or Python can wait (a descriptor, a process, a lock of this process) are not polled. This module
+does not import torch, because the launcher and the commands use it without torch.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-_LEAST_S, _GROWTH = 0.0002, 1.25  # first pause between two checks, and its growth from one to the next
+_LEAST_S, _GROWTH = 0.0002, 1.25  # first pause between two checks, and the factor from one pause to the next
 
 
 class StoreSilentError(TimeoutError):
-    """The store does not answer yet: the process that serves it may be stopped, and may continue."""
+    """The store has not answered in time; it may still answer, because its process may only be suspended (SIGSTOP)."""
 
 
 def wait_until(
@@ -29,14 +29,15 @@ def wait_until(
     least_s: float = _LEAST_S,
     most_s: float = 0.02,
 ) -> T | None:
-    """Call `look` repeatedly until it returns something other than None, and return that; None at the deadline.
+    """Call `look` until its result is not None, and return that result; return None at the deadline.
 
     Args:
-        look: Function that looks once, called ever less often. If it raises `StoreSilentError`, that counts as None.
+        look: Function that checks the condition once, called ever less often. If it raises `StoreSilentError`, that
+            counts as None.
         deadline: Time on the monotonic clock.
-        seldom: Function called every `seldom_s` during the wait, which may raise to end it.
-        least_s: First pause between two looks.
-        most_s: Longest pause between two looks.
+        seldom: Function called every `seldom_s` during the wait; it may raise an exception to end the wait.
+        least_s: First pause between two calls of `look`.
+        most_s: Longest pause between two calls of `look`.
     """
     pause_s, next_s = min(least_s, most_s), time.monotonic() + seldom_s
     while True:

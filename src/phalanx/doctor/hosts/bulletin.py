@@ -1,4 +1,4 @@
-"""The store in which the hosts meet: host 0 opens it, the others connect to it, and every wait has a deadline."""
+"""The store in which the hosts meet: host 0 opens it, the other hosts connect to it, and every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from phalanx.wire.waiting import wait_until
 
 Send = Callable[[dict[str, Any]], None]
 
-PATIENCE_S = 2.0  # time before a line names the hosts that are missing
+PATIENCE_S = 2.0  # time after which a line names the hosts that are missing
 POLL_S = 0.02
 STAGE_S = 20.0  # time in which all hosts must complete a stage of the meeting
 _HELLO = "phalanx-doctor"
@@ -46,7 +46,7 @@ class Bulletin(JsonStore):
         """Wait for a value and return it.
 
         Raises:
-            NotMetError: There was no value by `ends_s`.
+            NotMetError: The key had no value by `ends_s`.
             GarbledError: The value does not have the shape.
         """
         value = wait_until(lambda: self.get(key, shape), ends_s, most_s=POLL_S)
@@ -56,7 +56,7 @@ class Bulletin(JsonStore):
         return value
 
     def sync(self, name: str, members: Sequence[int]) -> bool:
-        """Wait until all members have called this with the same name; return False if some did not in time."""
+        """Wait until all members have called this with the same name; return False if some did not call it in time."""
         ends_s = time.monotonic() + STAGE_S
         self.add(f"sync/{name}", STAGE_S)
         have_come = wait_until(lambda: self.count(f"sync/{name}") >= len(members) or None, ends_s, most_s=POLL_S / 4)
@@ -64,7 +64,7 @@ class Bulletin(JsonStore):
 
 
 def open_bulletin(port: int, num_hosts: int) -> Bulletin:
-    """Return the bulletin, served by this host as host 0.
+    """Return the bulletin, which this host serves as host 0.
 
     Raises:
         NotMetError: This host can't listen on `port`.
@@ -82,13 +82,14 @@ def come_to_bulletin(host: str, port: int, ends_s: float, send: Send) -> tuple[B
     """Return the bulletin of host 0, and the number of hosts that it expects.
 
     Raises:
-        NotMetError: Host 0 was not reached by `ends_s`, or something else answers.
+        NotMetError: Host 0 was not reached by `ends_s`, or another program answers at its address.
     """
     where = f"{host}:{port}"
     _knock(host, port, ends_s, send)
     todo = "a job may be running there, or host 0 was given another port: see host 0"
     timeout = timedelta(seconds=_HANDSHAKE_S)
-    try:  # has a deadline, because torch would wait forever for a server that accepts the connection and says nothing
+    # with a deadline, because torch would wait forever for a server that accepts the connection but does not answer
+    try:
         store = within(2 * _HANDSHAKE_S, lambda: dist.TCPStore(host, port, is_master=False, timeout=timeout))
     except Exception as error:
         why = str(error) if isinstance(error, UnansweredError) else brief_error(error)
@@ -109,7 +110,7 @@ def _knock(host: str, port: int, ends_s: float, send: Send) -> None:
     said, last = False, OSError()
 
     def connect() -> bool | None:
-        """Return True once connected, None to try again, and False if the name does not resolve and won't."""
+        """Return True once connected, None to try again, and False if the name has not resolved for too long."""
         nonlocal said, last
         left_s = ends_s - time.monotonic()
         try:

@@ -1,13 +1,13 @@
 """The hosts of a job meet, probe each other and try Gloo; host 0 gathers the results.
 
-This runs in the process that has torch. Host 0 decides which hosts take part; those that have arrived are measured,
-even if others are missing. Every wait has a deadline in seconds (``--timeout``); missing hosts are named, and the
-others go on.
+This runs in the process that has torch. Host 0 decides which hosts take part: all hosts that have arrived are measured,
+even if other hosts are missing. Every wait has a deadline. Hosts that have not arrived after ``--timeout`` seconds are
+named, and the examination continues without them.
 
-Gloo is first tried as configured, as in a job. If that fails, it is tried over the interface towards host 0. If the
-second try works, the network is open, and the reason is the usual one: a host's own name leads to loopback. If Gloo
-fails at once on one host, it still waits on the others, for five times its timeout. So a host notes its failure in the
-store, and the others then abandon the try.
+Gloo is first tried as configured, as in a job. If this fails, Gloo is tried over the interface towards host 0. If the
+second try works, the network is open, and the reason for the failure is the usual one: a host's own name resolves to
+loopback. If Gloo fails at once on one host, Gloo on the other hosts still waits for five times its timeout. So a host
+notes its failure in the store, and the other hosts then abandon the try.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from phalanx.wire.messages import GarbledError
 from phalanx.wire.waiting import wait_until
 
 _MOST_REFUSED = 20
-_SLACK_S = 45.0  # time that a host needs, after its arrival, to examine itself
+_SLACK_S = 45.0  # how much longer the other hosts wait for host 0's list, because host 0 may still examine itself
 _SAME_VERSION = "the same version of phalanx on all hosts, and a --master-port that no other program uses"
 _SAME_FLAGS = "the same --nnodes on all hosts, and a --node-rank of its own on each"
 
 
 def hold(role: dict[str, Any], go: dict[str, Any], send: Send) -> None:
-    """Take this host's part in the meeting; send each finding as a packet, then the hosts and the job's worst level.
+    """Take part in the meeting; send each finding as a packet, then a packet with the hosts and the job's worst level.
 
     Args:
         role: `examination.HostRole` as a dict.
@@ -58,7 +58,7 @@ def hold(role: dict[str, Any], go: dict[str, Any], send: Send) -> None:
     except GarbledError as error:
         found = f"host 0 at {examination.where} sent something that this phalanx doctor does not understand: {error}"
         findings = [problem("meeting", found, _SAME_VERSION)]
-    except Exception as error:  # the store is gone, and with it host 0
+    except Exception as error:  # the store is gone, because host 0, which serves it, has ended
         todo = "see what phalanx doctor says on host 0"
         findings = [problem("meeting", f"lost host 0 at {examination.where}: {brief_error(error)}", todo)]
     finally:
@@ -72,7 +72,7 @@ class HostExamination:
     """One host's part in the meeting.
 
     Attributes:
-        rank: Node rank; with the c10d rendezvous, assigned in the order in which hosts come.
+        rank: Node rank; with the c10d rendezvous, ranks are assigned in the order in which hosts arrive.
         where: Address at which the hosts meet.
         listener: Listener for the probes of other hosts.
         hosts: Facts of the hosts that arrived, without their findings; empty until known.
@@ -88,10 +88,10 @@ class HostExamination:
         self.listener: links.Listener = links.Listener()
         self.hosts: list[dict[str, Any]] = []
         self.level: str = ""
-        self._garbled: dict[int, str] = {}  # what is wrong with the facts of a host, by rank
+        self._garbled: dict[int, str] = {}  # by rank: why the facts of a host can't be read
 
     def hold(self) -> list[Finding]:
-        """Hold the meeting; return the findings to print on this host, on host 0 those of all."""
+        """Take part in the meeting; return the findings to print on this host: on host 0, those of all hosts."""
         host, port = self._role["master_addr"], self._role["master_port"]
         if self._role["serves"]:
             self._bulletin = open_bulletin(port, self._num)
@@ -110,7 +110,7 @@ class HostExamination:
         return []
 
     def _introduce(self, expected: int) -> None:
-        """Register this host with the others, unless another host has taken its rank."""
+        """Publish this host's facts to the other hosts, unless another host already has this rank."""
         role, bulletin, name = self._role, self._bulletin, self._go["facts"]["name"]
         if role["is_counted"]:
             self.rank = 0 if role["serves"] else bulletin.add("counted")
@@ -138,7 +138,7 @@ class HostExamination:
     # ------------------------------------------------------------ host 0
 
     def _lead(self) -> list[Finding]:
-        """Return the findings of the other hosts, and those about several hosts."""
+        """Return the findings of the other hosts, and the findings about several hosts."""
         bulletin, known = self._bulletin, self._gather()
         members = sorted(known)
         self.hosts = [{key: known[rank][key] for key in known[rank] if key != "findings"} for rank in members]
@@ -159,14 +159,14 @@ class HostExamination:
             findings += job.judge(self.hosts, measured)
         self.level = worst([*findings, *(Finding(**found) for found in self._go["findings"])])
         bulletin.set("level", self.level)
-        # This process serves the store, so it stays until the others have read the level.
+        # This process serves the store, so it must not end before the other hosts have read the level.
         wait_until(
             lambda: bulletin.count("bye") >= len(members) - 1 or None, time.monotonic() + PATIENCE_S, most_s=POLL_S
         )
         return findings
 
     def _gather(self) -> dict[int, dict[str, Any]]:
-        """Return the facts of the hosts by rank, once all have arrived or the time is up."""
+        """Return the facts of the hosts, by rank, once all hosts have arrived or the time is up."""
         said_s = time.monotonic() + PATIENCE_S
         known: dict[int, dict[str, Any]] = {}
 
@@ -216,7 +216,7 @@ class HostExamination:
     # ------------------------------------------------------------ all hosts
 
     def _measure(self, members: Sequence[int]) -> dict[str, Any]:
-        """Measure this host's links to the others, and try Gloo; return both."""
+        """Measure this host's links to the other hosts, and try Gloo; return the results of both."""
         measured: dict[str, Any] = {"links": {}, "gloo": []}
         if len(members) < 2:
             return measured
@@ -237,7 +237,7 @@ class HostExamination:
         return measured
 
     def _try_gloo(self, members: Sequence[int]) -> list[dict[str, Any]]:
-        """Try Gloo as configured; if that fails on any host, over the interface towards host 0."""
+        """Try Gloo as configured; if this fails on any host, try it over the interface towards host 0."""
         tries: list[dict[str, Any]] = []
         for number, interface in enumerate(("", self._role["interface"])):
             if not self._bulletin.sync(f"gloo/{number}", members):
@@ -257,7 +257,8 @@ class HostExamination:
     def _run_gloo(self, number: int, members: Sequence[int], failures: str) -> dict[str, Any]:
         store = dist.PrefixStore(f"try-gloo/{number}", self._bulletin.raw)
         position = members.index(self.rank)
-        # If one host fails at once, Gloo keeps another waiting for five times its timeout.
+        # If Gloo fails at once on one host, Gloo on the other hosts waits for five times its timeout, unless they
+        # notice this.
         return answered(
             lambda: all_reduce_by_gloo(store, position, len(members)), lambda: self._bulletin.count(failures) > 0
         )

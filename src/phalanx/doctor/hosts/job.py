@@ -11,7 +11,7 @@ from phalanx.doctor.exercise import ABANDONED, SIZE_BYTES
 from phalanx.doctor.finding import Finding, note, ok, problem, warning
 
 _CLOCK_NOTE_S, _CLOCK_WARNING_S = 0.1, 2.0
-_SLOW_LINK_BYTES_PER_S = 0.1e9  # below this, a link is slower than Ethernet at 1 Gbit/s usually is
+_SLOW_LINK_BYTES_PER_S = 0.1e9  # below this rate, a link is slower than Ethernet at 1 Gbit/s usually is
 _STRAGGLER = 0.5  # a link below this fraction of the median of all links is a straggler
 _COMPARED = ("torch", "phalanx", "python")
 
@@ -40,7 +40,8 @@ def judge(hosts: Sequence[Mapping[str, Any]], measured: Mapping[int, Mapping[str
 
     Args:
         hosts: Facts of the hosts, in the order of their ranks.
-        measured: Measurements by rank: ``links`` by the other host's rank, ``gloo`` by attempt. Hosts may be missing.
+        measured: Measurements of each host, by its rank: ``links`` by the other host's rank, and ``gloo``, a list of
+            attempts. Hosts may be missing.
     """
     silent = [host["host"] for host in hosts if host["host"] not in measured]
     findings = []
@@ -102,7 +103,7 @@ def _judge_streams(streams: Mapping[tuple[int, int], float]) -> list[Finding]:
 
 
 def _judge_clocks(links: Mapping[tuple[int, int], Mapping[str, Any]]) -> list[Finding]:
-    """Compare every host's wall clock with host 0's, as measured over the link between them."""
+    """Compare every host's wall clock with host 0's, as measured over the link between the two hosts."""
     ahead = {here: -link["clock_ahead_s"] for (here, to), link in links.items() if to == 0 and "clock_ahead_s" in link}
     ahead |= {
         to: link["clock_ahead_s"]
@@ -125,7 +126,7 @@ def _judge_clocks(links: Mapping[tuple[int, int], Mapping[str, Any]]) -> list[Fi
 
 
 def _judge_gloo(tries: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Finding]:
-    """Rate Gloo over all hosts: as configured, and if that failed, over the interface towards host 0."""
+    """Rate Gloo over all hosts: the try as configured and, if it failed, the try over the interface towards host 0."""
     num = max((len(of_host) for of_host in tries.values()), default=0)
     if not num:
         return []

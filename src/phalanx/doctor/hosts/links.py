@@ -23,8 +23,8 @@ _STAMP = struct.Struct("!d")
 _COUNTED = struct.Struct("!Qd")
 _NUM_TRIPS = 20
 _BLOCK_BYTES = 1 << 18
-_FEWEST_BLOCKS = 4  # blocks that are sent in any case, even if that takes longer than planned
-_SLOW_START = 0.25  # first part of a stream's time, which is not counted
+_FEWEST_BLOCKS = 4  # at least this many blocks are sent, even if that takes longer than planned
+_SLOW_START = 0.25  # fraction of a stream's duration, at its beginning, that is not counted
 _MOST_CALLERS = 256
 _LAST_S = 1e12  # latest plausible time, some 30,000 years from now
 _LEAST_S = 1e-6  # shortest plausible stream
@@ -76,7 +76,7 @@ class Listener:
 
 
 def _count(caller: socket.socket) -> tuple[int, float]:
-    """Return the bytes and the seconds of a stream without its slow start."""
+    """Return the number of bytes and the seconds of a stream, without its slow start."""
     room = bytearray(_BLOCK_BYTES)
     marks, total = [], 0
     while num := caller.recv_into(room):
@@ -85,13 +85,14 @@ def _count(caller: socket.socket) -> tuple[int, float]:
     if len(marks) < 2:
         return total, 0.0
     first_s, last_s = marks[0][0], marks[-1][0]
-    # Begins at the last mark within the slow start, because a delayed receiver may have no mark shortly after it.
+    # Counting begins at the last mark within the slow start: if the receiver was delayed, the next mark may be much
+    # later.
     began_s, skipped = [mark for mark in marks if mark[0] <= first_s + _SLOW_START * (last_s - first_s)][-1]
     return total - skipped, last_s - began_s
 
 
 def connect(address: str, port: int, token: str) -> socket.socket:
-    """Return a connection to the listener there.
+    """Return a connection to the listener at this address and port.
 
     Raises:
         OSError: The connection failed; see `why_not`.
@@ -114,7 +115,8 @@ def measure_trip(connection: socket.socket) -> Trip:
         if not 0 <= there_s < _LAST_S:
             raise OSError(errno.EPROTO, "its answer is not a plausible time")
         trips.append(took_s)
-        # Cristian 1989: assume that the other clock was read halfway through the trip. The shortest trip errs least.
+        # Cristian 1989: assume that the other clock was read halfway through the trip. The shortest trip has the least
+        # error.
         best = min(best, (took_s, there_s - (sent_wall_s + took_s / 2)))
     return Trip(sorted(trips)[_NUM_TRIPS // 2], best[1])
 

@@ -1,4 +1,4 @@
-"""Forms of the messages from other hosts, which may come from another version or program, or be incomplete."""
+"""Checks the form of messages from other hosts, which another version or program may have sent, or which may be cut."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ level = one_of(*LEVELS)
 
 
 def members(told: Any) -> list[int]:
-    """Read the ranks of the hosts that arrived."""
+    """Return the checked ranks of the hosts that have arrived."""
     return sorted({*read_value(told, [whole])})
 
 
@@ -65,17 +65,17 @@ def finding(told: Any) -> Finding:
 
 
 def facts(told: Any) -> dict[str, Any]:
-    """Read the facts of a host, with its findings, each checked."""
+    """Return the checked facts of a host, including its checked findings."""
     return _read(told, {**_HOST, "findings": [lambda one: _read(one, _FINDING)]})
 
 
 def hosts(told: Any) -> list[dict[str, Any]]:
-    """Read the facts of the hosts that arrived, without their findings."""
+    """Return the checked facts of the hosts that have arrived, without their findings."""
     return [_read(one, _HOST) for one in read_value(told, list)]
 
 
 def measured(told: Any, ranks: Collection[int]) -> dict[str, Any]:
-    """Read a host's measurements of its links to `ranks`, and its tries of Gloo."""
+    """Return a host's checked measurements: its links to the other hosts in `ranks`, and its tries of Gloo."""
     found: dict[str, Any] = read_value(told, {"links": dict[int, Annotated[dict, _link]], "gloo": [_try]})
     require(found["links"].keys() <= {*ranks}, "a table of links to the other hosts", told["links"])
     return {"links": {str(rank): link for rank, link in found["links"].items()}, "gloo": found["gloo"]}
@@ -95,6 +95,6 @@ def _try(told: Any) -> dict[str, Any]:
 
 
 def _read(told: Any, shape: dict[str, Shape]) -> dict[str, Any]:
-    """Read a table, and return only the keys that the shape names."""
+    """Check a table, and return only the keys that the shape names."""
     read: dict[str, Any] = read_value(read_value(told, dict), shape)
     return {name: read[name] for name in shape}

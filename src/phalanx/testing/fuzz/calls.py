@@ -1,7 +1,8 @@
-"""Every operation of ``torch.distributed`` as one kind of call, so that it runs on phalanx and on Gloo alike.
+"""Every operation of ``torch.distributed`` as a `Call`, which runs on phalanx and on Gloo in the same way.
 
-On all ranks of its group, a `Call` is the same except for the rank. Its inputs are derived from its seed, the rank and
-the index of the tensor, so each rank knows all others' inputs, and `wanted` computes the expected results.
+A `Call` is the same on all ranks of its group, except for the rank. Its inputs are derived from its seed, the rank and
+the index of the tensor. So each rank knows the inputs of all ranks, and `wanted` returns the expected results, or the
+inputs whose reduction is the expected result.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ class Call:
         group: Process group.
         shape: Shape of one rank's block.
         dtype: Dtype of all tensors.
-        reduce_op: Reduction, where there is one.
-        root: Rank of the group that sends or receives for all, where there is one.
+        reduce_op: Reduction, if the operation has one.
+        root: Rank in the group of the source or destination, if the operation has one.
         seed: Seed of the inputs.
         async_op: Whether the call is asynchronous.
-        in_place: Whether the input of this rank is its own block of the output, where both exist.
+        in_place: Whether this rank's input shares memory with the output, if the operation has both.
         factor: Factor of a ``PREMUL_SUM``.
-        values: Key of `VALUES`.
-        room: Memory of the tensors.
+        values: Kind of the inputs' values, a key of `VALUES`.
+        room: Allocator of this call's tensors: it gives the tensors their layouts and puts guard bytes around them, see
+            `memory.Room`.
     """
 
     name: str
@@ -71,11 +73,11 @@ class Call:
 
     @property
     def op(self) -> Any:
-        """The reduction as torch takes it."""
+        """The reduction in the form that torch accepts."""
         return self.reduce_op if self.factor is None else _torch.make_premul_sum(self.factor)
 
     def peer(self, rank: int) -> int:
-        """Return the global rank of a rank of the group."""
+        """Return the global rank of a rank in the group."""
         return dist.get_global_rank(self.group, rank)
 
     def of_rank(self, rank: int, block: int = 0, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -84,22 +86,22 @@ class Call:
         return VALUES[self.values](seed, self.shape if shape is None else shape, self.dtype)
 
     def input(self, block: int = 0, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return a tensor with this rank's input, which the call only reads."""
+        """Return a tensor with this rank's input, for a call that only reads it."""
         return self.room.source(self.of_rank(self.rank, block, shape))
 
     def updated(self, block: int = 0, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return a tensor with this rank's input, which the call reads and writes."""
+        """Return a tensor with this rank's input, for a call that reads it and writes the result to it."""
         return self.room.update(self.of_rank(self.rank, block, shape))
 
     def whole(self) -> Tensor:
-        """Return all blocks of this rank as one tensor, which the call reads."""
+        """Return all input blocks of this rank as one tensor, for a call that only reads it."""
         return self.room.source(torch.cat([self.of_rank(self.rank, i) for i in range(self.size)]))
 
     def blocks(self) -> list[Tensor]:
         return [self.input(i) for i in range(self.size)]
 
     def empty(self, num: int | None = None) -> Tensor:
-        """Return memory for a result of `num` blocks; None: of one block."""
+        """Return a tensor for a result of one block, or of `num` blocks that are joined in the first dimension."""
         shape = self.shape if num is None else (num * self.shape[0], *self.shape[1:])
         return self.room.target(shape, self.dtype)
 
@@ -125,7 +127,7 @@ Started = tuple[list[Any], list[Tensor]]
 
 @dataclass(frozen=True)
 class Wanted:
-    """An expected result: a tensor that is only moved, or the reduction of the inputs of all ranks."""
+    """An expected result: the tensor `moved`, if data is only moved, or the reduction of `parts`, all ranks' inputs."""
 
     moved: Tensor | None = None
     parts: Sequence[Tensor] = ()
@@ -133,14 +135,14 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Kind:
-    """Functions that make a call and compute its expected results."""
+    """The functions that start one kind of call and return its expected results."""
 
     start: Callable[[Call, dict[str, Any]], Started]
     wanted: Callable[[Call], list[Wanted]]
 
 
 CALLS: dict[str, Kind] = {}
-"""Calls that Gloo has as well, with blocks of one size."""
+"""Calls that Gloo also has, with blocks of equal sizes."""
 MORE_CALLS: dict[str, Kind] = {}
 """Other calls, some of which Gloo lacks."""
 
@@ -294,14 +296,14 @@ def all_to_all_single(call: Call, how: dict[str, Any]) -> Started:
 
 
 def splits(call: Call, rank: int | None = None) -> tuple[list[int], list[int]]:
-    """Return the numbers of rows to each rank and from each rank; some are 0."""
+    """Return the numbers of rows that `rank` sends to each rank and receives from each rank; some are 0."""
     rank = call.rank if rank is None else rank
     rows = [[(src * 3 + dst * 5 + call.seed) % 4 for dst in range(call.size)] for src in range(call.size)]
     return rows[rank], [row[rank] for row in rows]
 
 
 def _split(call: Call, rank: int) -> Sequence[Tensor]:
-    """Return the rows that a rank sends, by their receivers."""
+    """Return the rows that a rank sends, one tensor for each receiver."""
     sent, _ = splits(call, rank)
     return call.of_rank(rank, shape=(sum(sent), *(call.shape[1:] or call.shape))).split(sent)
 
@@ -339,7 +341,7 @@ def barrier(call: Call, how: dict[str, Any]) -> Started:
 
 @_kind(lambda call: [Wanted(call.of_rank((call.rank - 1) % call.size))] if call.size > 1 else [])
 def ring(call: Call, how: dict[str, Any]) -> Started:
-    """Pass a tensor on to the next rank. If calls block, rank 0 sends first and the others receive first."""
+    """Pass a tensor on to the next rank. If calls block, rank 0 sends first and the other ranks receive first."""
     output, tensor, group = call.empty(), call.input(), call.group
     after, before = call.peer((call.rank + 1) % call.size), call.peer((call.rank - 1) % call.size)
     tag = call.seed % 5
@@ -368,7 +370,7 @@ def monitored_barrier(call: Call, how: dict[str, Any]) -> Started:
 
 
 def uneven(call: Call) -> list[tuple[int, ...]]:
-    """Return the shape of each rank's block: that of the call with as many rows or fewer, at times none."""
+    """Return the shape of each rank's block: the call's shape, but some blocks have fewer rows, or none."""
     draw = random.Random(call.seed)
     first = max(call.shape[0], 1)
     rows = [draw.choice((0, 1, first // 2, first, first)) for _ in range(call.size)]
@@ -435,7 +437,7 @@ def reduce_scatter_coalesced(call: Call, how: dict[str, Any]) -> Started:
     MORE_CALLS,
 )
 def all_gather_lists(call: Call, how: dict[str, Any]) -> Started:
-    """``dist.all_gather_coalesced``: for each rank, a list with its tensors."""
+    """Call ``dist.all_gather_coalesced``, whose output is a list of tensors for each rank."""
     shapes = _three(call)
     outputs = [[call.room.target(shape, call.dtype) for shape in shapes] for _ in range(call.size)]
     inputs = [call.input(i, shape) for i, shape in enumerate(shapes)]
@@ -445,11 +447,11 @@ def all_gather_lists(call: Call, how: dict[str, Any]) -> Started:
     return [future], [tensor for row in outputs for tensor in row]
 
 
-# ---- functional collectives, which come through torch's dispatcher ---------------------------------------------------
+# ---- functional collectives, which torch's dispatcher calls ----------------------------------------------------------
 
 
 def _functional() -> Any:
-    importlib.import_module("torch.distributed.tensor")  # first: torch's own modules have an import cycle
+    importlib.import_module("torch.distributed.tensor")  # imported first, because torch's modules have an import cycle
     return importlib.import_module("torch.distributed._functional_collectives")
 
 
@@ -558,7 +560,7 @@ def _received(call: Call) -> list[Wanted]:
 
 
 class _FromAnybody:
-    """The receives of one tag from any source: their results are put into the order of the messages."""
+    """The receives from any source, which all have one tag. Their results are put into the order of the messages."""
 
     def __init__(self, call: Call, works: list[Any], buffers: list[Tensor], results: dict[int, Tensor]) -> None:
         self._call, self._works, self._buffers, self._results = call, works, buffers, results
@@ -574,7 +576,7 @@ class _FromAnybody:
 
 
 def _posted(call: Call, *, by_name: bool) -> tuple[list[Any], list[Tensor]]:
-    """Start the messages of a call one by one; with `by_name`, receives from any source name their source instead."""
+    """Start the messages of a call one by one. With `by_name`, every receive names its source explicitly."""
     works: list[Any] = []
     results: list[Tensor] = []
     anybody: dict[int, Tensor] = {}
@@ -605,7 +607,7 @@ def messages(call: Call, how: dict[str, Any]) -> Started:
 
 
 def _has_sources(group: Any) -> bool:
-    """Whether the works of a group name a message's sender; Gloo's works do not, once they are wrapped."""
+    """Whether the works of a group can name a message's sender; Gloo's works can't, once they are wrapped."""
     return type(group).__name__ == "PhalanxGroup"
 
 
@@ -636,7 +638,7 @@ def blocking_messages(call: Call, how: dict[str, Any]) -> Started:
 
 @_kind(_received, MORE_CALLS)
 def reordered_messages(call: Call, how: dict[str, Any]) -> Started:
-    """Receive messages in descending order of their tags, so that most of them arrive before their receive."""
+    """Receive messages in descending order of their tags, so that most messages arrive before they are received."""
     planned = list(enumerate(messages_of(call)))
     works = [
         dist.isend(call.input(i, (one.num,)), call.peer(one.dst), group=call.group, tag=one.tag)
@@ -663,7 +665,7 @@ def _flood_size(call: Call) -> int:
     MORE_CALLS,
 )
 def flood(call: Call, how: dict[str, Any]) -> Started:
-    """Send more small messages than the rings between two ranks can hold, before the first of them is received."""
+    """Send more small messages than the rings between two ranks can hold, before the first message is received."""
     to, works, results = (call.root + 1) % call.size, [], []
     numbers = range(_flood_size(call)) if call.size > 1 else ()
     for i in numbers if call.rank == call.root else ():

@@ -1,4 +1,4 @@
-"""The command line: draws and runs programs until a fault is found or the time is up, and sums up."""
+"""The command line: draws and runs programs until a fault is found or the time is up, then prints a summary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from phalanx.testing.fuzz.shrink import shrink, write_script
 
 JUDGES = ("gloo", "mpi", "arithmetic")
 _RIGHT = "python -m phalanx.testing.fuzz --against gloo --seconds 60 --ranks 4 --hosts 2"
-_PROGRAMS_OF_SESSION = 10  # new ranks then start, with other numbers of ranks and hosts and other settings
+_PROGRAMS_OF_SESSION = 10  # after this many programs, new ranks start, with another number of ranks, hosts and settings
 _MOST_RANKS = 64
 _SIZES = (1, 2, 2, 3, 3, 4, 4, 5, 6, 8)  # world sizes by default
 
@@ -40,7 +40,8 @@ def _command(args: list[str]) -> int:
     except UsageError as error:
         return parser.refuse(error)
     require_linux("the fuzzer", "run it on Linux")
-    importlib.import_module("torch._dynamo")  # functional collectives need it: ranks are then forked with it
+    # functional collectives need this module; ranks are forked from a process that has already imported it
+    importlib.import_module("torch._dynamo")
     try:
         return Fuzzer(given).run()
     except mpi.NoJudge as error:
@@ -109,7 +110,7 @@ def _check(given: argparse.Namespace) -> None:
 
 
 class Fuzzer:
-    """Runs programs one after another, and keeps count.
+    """Runs programs one after another, and counts programs, calls and results.
 
     Args:
         given: Arguments of the command.
@@ -141,7 +142,7 @@ class Fuzzer:
         return self._began_s > 0 and time.monotonic() - self._began_s >= self._given.seconds
 
     def _session(self, number: int) -> int:
-        """Run programs on ranks that are started once; return the exit code."""
+        """Start ranks and run several programs on them; return the exit code."""
         given = self._given
         place = draw_place(random.Random(f"{self._seed} {number}"), given.ranks, given.hosts)
         programs: list[Program] = []

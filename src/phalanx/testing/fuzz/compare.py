@@ -1,9 +1,9 @@
 """Computes the expected result of an operation, and describes how a result differs from it.
 
-Data that is only moved must have the same bits on both sides. So must the result of a reduction of integers or of bool:
-integers wrap, an average of integers is truncated towards zero, and any non-zero byte of bool is true. Reductions of
-floats depend on the order of the ranks, so two right results may differ: `phalanx.backend.verify.bounds` says which
-ones are right.
+Data that is only moved must have the same bits on both sides. The results of reductions of integers or bools must also
+be identical: integers wrap, an average of integers is truncated towards zero, and any non-zero byte of a bool is true.
+Reductions of floats depend on the order of the ranks, so two correct results may differ:
+`phalanx.backend.verify.bounds` says which results are correct.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def difference(got: Tensor, want: Tensor, parts: Sequence[Tensor] = (), reduce_o
     Args:
         got: Result, of any strides.
         want: Expected result, such as another backend's, of the same shape and dtype.
-        parts: Inputs of all ranks, if the result is their reduction; otherwise nothing may differ.
+        parts: Inputs of all ranks, if the result is their reduction; without them, the result must be identical to
+            `want`.
         reduce_op: Name of the reduction in ``torch.distributed.ReduceOp``, such as ``"SUM"``.
         factor: Factor of a ``PREMUL_SUM``: a number, or a tensor.
     """
@@ -81,13 +82,14 @@ def _reduced_bool(parts: list[Tensor], reduce_op: str) -> Tensor:
 
 
 def _reduced_integers(parts: Sequence[Tensor], reduce_op: str) -> Tensor:
-    """Reduce as signed integers of the same size, which torch can compute with; the bits are the same."""
+    """Reduce as signed integers of the same size, for which torch has all operations; the bits are the same."""
     dtype = parts[0].dtype
     signed = _SIGNED[dtype.itemsize]
     values = [part.contiguous().view(signed) for part in parts]
     if reduce_op == "AVG":
         return _mean(values, is_unsigned=dtype in _UNSIGNED).to(signed).view(dtype)
-    # The smallest signed number is the sign bit alone. With that bit flipped, unsigned numbers compare as signed ones.
+    # The smallest signed number is the sign bit alone. With that bit flipped, unsigned numbers have the order of signed
+    # numbers.
     turn = torch.iinfo(signed).min if dtype in _UNSIGNED and reduce_op in ("MIN", "MAX") else 0
     combine = {
         "SUM": torch.add,
@@ -102,7 +104,7 @@ def _reduced_integers(parts: Sequence[Tensor], reduce_op: str) -> Tensor:
 
 
 def _mean(values: list[Tensor], *, is_unsigned: bool) -> Tensor:
-    """Return the averages, truncated towards zero, in int64: a sum of 64-bit numbers is kept in two halves."""
+    """Return the averages, truncated towards zero, in int64. The sum is kept in two halves, so it can't overflow."""
     high = torch.zeros(values[0].shape, dtype=torch.int64)
     low = torch.zeros_like(high)
     bits = values[0].itemsize * 8

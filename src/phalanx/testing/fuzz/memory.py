@@ -1,8 +1,8 @@
 """The memory of a call's tensors: views of every kind, with guard bytes around them.
 
-A tensor lies inside a block filled with one odd byte value, so an out-of-bounds write is detected. After the call the
-tensor itself is filled with that value, so a rank that reads a peer's input too late reads nonsense. An output holds
-that value from the start, so a call that does not write it returns nonsense.
+A tensor lies inside a block whose bytes all have one unusual value, so an out-of-bounds write is detected. After the
+call, the tensor itself is filled with that value, so a rank that reads a peer's input too late reads wrong values. An
+output holds that value from the start, so a call that does not write its output returns wrong values.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Block:
     """A tensor with a given layout, in memory of its own.
 
     Args:
-        values: Contents, which give shape and dtype; None: nonsense.
-        shape: Shape, if `values` is None.
-        dtype: Dtype, if `values` is None.
-        layout: One of `LAYOUTS`; plain if the dtype or the shape does not allow it.
+        values: Contents of the tensor; None to leave it filled with `_FILL`.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        layout: One of `LAYOUTS`; a plain layout is used if the dtype or the shape does not allow this one.
 
     Attributes:
         tensor: The tensor.
@@ -60,14 +60,14 @@ class Block:
             copy_bits(self.tensor, values)
 
     def taken(self) -> Tensor:
-        """Return a contiguous copy of what the tensor holds."""
+        """Return a contiguous copy of the tensor, bit by bit."""
         return taken(self.tensor)
 
     def give_up(self, *, is_input: bool) -> str:
-        """Fill the tensor with nonsense; return a description of memory errors, empty if there were none.
+        """Fill the tensor with `_FILL`; return a description of memory errors, empty if there were none.
 
         Args:
-            is_input: Whether the tensor must still hold what it held when it was made.
+            is_input: Whether the tensor must still hold the values with which it was made.
         """
         wrong = ""
         if is_input and self._values is not None and not _same_bits(self.taken(), self._values):
@@ -85,12 +85,12 @@ def _as_whole(tensor: Tensor) -> Tensor:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor; one with a single element counts as contiguous with any stride."""
+    """Return the bytes of a contiguous tensor; a tensor of one element is contiguous with any stride."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def copy_bits(to: Tensor, values: Tensor) -> None:
-    """Copy elements bit by bit, even if a tensor is misaligned, where torch's own loops would crash."""
+    """Copy elements bit by bit, even to or from a misaligned tensor, with which torch's own loops would crash."""
     if to.is_contiguous() and values.is_contiguous():
         to, values = _as_bytes(to), _as_bytes(values)
     elif to.itemsize in _AS_WHOLE:  # torch would turn any byte of a bool into 0 or 1
@@ -110,11 +110,11 @@ def taken(tensor: Tensor) -> Tensor:
 
 
 class Room:
-    """All memory of one call.
+    """Allocates the tensors of one call, each in a `Block`, and checks and overwrites them afterwards.
 
     Args:
-        source_layout: Layout of tensors that are read.
-        target_layout: Layout of tensors that are written.
+        source_layout: Layout of tensors that the call only reads.
+        target_layout: Layout of tensors that the call writes.
     """
 
     def __init__(self, source_layout: str = "plain", target_layout: str = "plain") -> None:
@@ -138,7 +138,7 @@ class Room:
         return self._targets[-1].tensor
 
     def give_up(self) -> str:
-        """Fill all memory with nonsense, and return a description of memory errors."""
+        """Fill all tensors with `_FILL`; describe the first memory error, or return "" if there is none."""
         wrong = [block.give_up(is_input=True) for block in self._sources]
         wrong += [block.give_up(is_input=False) for block in self._targets]
         self._sources, self._targets = [], []
@@ -151,7 +151,7 @@ _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool)
 
 
 def small_numbers(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return whole numbers from -4 to 4, or 0 to 4: sums and products of a few of them are exact in every dtype."""
+    """Return whole numbers from -4 or 0 to 4: sums and products of a few such numbers are exact in every dtype."""
     made = torch.Generator().manual_seed(seed)
     low = 0 if dtype in _UNSIGNED else -4
     whole = torch.randint(low, 5, tuple(shape), generator=made)
@@ -161,7 +161,7 @@ def small_numbers(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor
 
 
 def real_numbers(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return floats whose sums are rounded, with a random scale for the whole tensor; for other dtypes, any bits."""
+    """Return floats whose sums are rounded, with one random scale for the whole tensor; for other dtypes, any bits."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return any_bits(seed, shape, dtype)
     made = torch.Generator().manual_seed(seed)

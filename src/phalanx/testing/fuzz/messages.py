@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Message:
-    """A message from one rank of the group to another; `any_source`: the receive accepts any source."""
+    """A message from one rank of the group to another; with `any_source`, its receive accepts any source."""
 
     src: int
     dst: int
@@ -21,7 +21,7 @@ class Message:
 
 
 def messages_of(call: Any) -> list[Message]:
-    """Return messages among the ranks: many with equal tags, large among small ones, some received from any source."""
+    """Return messages among the ranks: many have equal tags, sizes are mixed, and some are received from any source."""
     draw = random.Random(call.seed)
     if call.size == 1:
         return []
@@ -30,8 +30,8 @@ def messages_of(call: Any) -> list[Message]:
     for i in range(draw.randint(1, 3 * call.size)):
         src, dst = draw.sample(range(call.size), 2)
         found.append(Message(src, dst, draw.randrange(3), draw.choice((num, num, 0, 1, num // 2, i))))
-    # For receives from any source, some ranks send one message each to one rank. These messages have a tag of their
-    # own, because messages of other steps may still be on the way.
+    # For receives from any source, some ranks send one message each to the same rank. These messages have a tag of
+    # their own, because such a receive could otherwise match a message of another step that is still on its way.
     if draw.random() < 0.4:
         dst = draw.randrange(call.size)
         others = [r for r in range(call.size) if r != dst]

@@ -1,7 +1,7 @@
-"""Open MPI as the reference, by mpi4py: ranks started by mpirun make a program's calls and write the results to files.
+"""Open MPI as the reference, through mpi4py: ranks under mpirun make a program's calls and write the results to files.
 
 Each rank waits for a program at a socket: if it waited inside MPI, it would spin on a core that the tested ranks need.
-Data is passed as mpi4py's own buffers and bytes; results without an MPI datatype are checked by arithmetic.
+Data that is only moved is passed as bytes. A result whose dtype has no MPI datatype is checked by arithmetic instead.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _OPS = {
 
 
 def mpirun() -> str | None:
-    """Return the path of ``mpirun.openmpi``, or of any mpirun if there is no such name; None if there is none."""
+    """Return the path of ``mpirun.openmpi``, or if that does not exist, of ``mpirun``; None if neither exists."""
     return shutil.which("mpirun.openmpi") or shutil.which("mpirun")
 
 
 def why_not() -> str:
-    """Return a message about what is missing here; empty if nothing is."""
+    """Return a message that names the missing programs and packages; empty if none are missing."""
     missing = [*["mpirun"] * (mpirun() is None), *["mpi4py"] * (not has_module("mpi4py"))]
     return f"no {joined(missing)} here: pip install mpi4py, and Debian's openmpi-bin" if missing else ""
 
@@ -62,7 +62,7 @@ class MpiRanks:
         world_size: Number of ranks.
 
     Raises:
-        NoJudge: The ranks do not start.
+        NoJudge: The ranks did not start.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -91,10 +91,10 @@ class MpiRanks:
                 raise
 
     def run(self, program: Program, limit_s: float) -> None:
-        """Have all ranks make the calls of a program; their results are in `folder`, see `results_of`.
+        """Make all ranks run the calls of a program; they write the results to `folder`, see `results_of`.
 
         Raises:
-            RuntimeError: A rank has failed or takes longer than `limit_s`.
+            RuntimeError: A rank failed or did not answer within `limit_s`.
         """
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps(program))
@@ -105,7 +105,7 @@ class MpiRanks:
                 raise RuntimeError(f"rank {number} of MPI: {words}")
 
     def close(self) -> None:
-        """End the ranks: each ends when its socket closes, and mpirun with them."""
+        """End the ranks: each rank ends when its socket is closed, and mpirun ends after the last rank."""
         for pipe in self._pipes:
             pipe.close()
         try:
@@ -117,7 +117,7 @@ class MpiRanks:
 
 
 def results_of(folder: str, rank: int) -> dict[int, list[Tensor]]:
-    """Return the results of a rank of MPI, by step, as bytes; steps that MPI can't do are missing."""
+    """Return the results of a rank of MPI, by step, as bytes; steps that MPI can't run are missing."""
     with open(os.path.join(folder, str(rank)), "rb") as file:
         found = pickle.load(file)
     return {
@@ -148,7 +148,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def _results(step: Step, call: Call, comm: Any) -> list[bytes] | None:
-    """Make a call by MPI, and return the results of this rank; None if MPI can't."""
+    """Make a call through MPI, and return the results of this rank; None if MPI can't make the call."""
     name, me, size = step.name, call.rank, call.size
     if step.is_reduction:
         return _reduced(step, call, comm)
@@ -248,7 +248,7 @@ def _answer(
                 found[number] = results
         with open(os.path.join(folder, str(rank)), "wb") as file:
             pickle.dump(found, file)
-    except Exception as error:  # told to the parent, which ends this rank
+    except Exception as error:  # sent to the parent, which then ends this rank
         words = f"{type(error).__name__}: {error}"
     pipe.send_bytes(words.encode())
 
@@ -256,4 +256,4 @@ def _answer(
 if __name__ == "__main__":
     _serve(sys.argv[1], bytes.fromhex(sys.argv[2]))
     sys.stdout.flush()
-    os._exit(0)  # MPI's own end waits for all ranks
+    os._exit(0)  # not sys.exit, because MPI's exit functions wait for all ranks

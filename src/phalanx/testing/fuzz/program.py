@@ -1,8 +1,8 @@
 """A random program: groups and the calls of their ranks, as data that can be drawn, printed, shrunk and run again.
 
-Every choice is drawn from a seed, so a seed is a program. Sizes lie around the limits of the core's algorithms: the 48
-bytes that travel in a cache line, the 32 KiB from which peers read each other's memory, the 64 KiB of stages, slots and
-fragments, the 256 KiB of rings, and fractions of these.
+Every choice is drawn from a seed, so a seed determines a program. Sizes are chosen near the limits of the core's
+algorithms: the 48 bytes that fit into a cache line with a flag, the 32 KiB from which peers read each other's memory,
+the 64 KiB of stages, slots and fragments, the 256 KiB of rings, and fractions of these.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ MOVED_DTYPES = (*REDUCED_DTYPES, *_STORED)
 
 _REDUCING = (*REDUCING, "reduce_scatter_uneven", "reduce_scatter_coalesced", "functional_all_reduce",
              "functional_reduce_scatter")  # fmt: skip
-# Sizes of a block in bytes, each with its weight: most are small, for many calls in little time.
+# Sizes of a block in bytes, each with its weight. Most sizes are small, so that many calls run in little time.
 _EDGES = (
     (0, 1), (1, 3), (8, 4), (48, 4), (63, 2), (64, 2), (65, 2), (1000, 4), (4096, 3), (16_384, 3), (32_768, 4),
     (65_536, 5), (98_304, 2), (131_072, 3), (196_608, 2), (262_144, 3), (524_288, 1), (1_048_576, 1), (1_300_000, 1),
 )  # fmt: skip
-_MOST_OF_ALL = 6 << 20  # bytes of all blocks of a rank in one call
+_MOST_OF_ALL = 6 << 20  # maximum of the bytes of all blocks of a rank in one call
 _MULTIPLIED = {
     "all_to_all_single_split": 12, "functional_all_to_all": 12, "all_reduce_coalesced": 2, "all_gather_coalesced": 2,
     "reduce_scatter_coalesced": 2, "all_gather_lists": 2, "messages": 3, "batched_messages": 3, "blocking_messages": 3,
@@ -43,22 +43,23 @@ _WEIGHTS = {
     "all_reduce": 5, "messages": 4, "reordered_messages": 3, "batched_messages": 2, "reduce_scatter_tensor": 2,
     "all_gather_into_tensor": 2, "broadcast": 2,
 }  # fmt: skip
-_LARGE_MESSAGES = (40_000, 65_536, 100_000, 262_144, 600_000)  # in bytes: up to several fragments, or more than a ring
+# in bytes: from one fragment to several, and more than a ring can hold
+_LARGE_MESSAGES = (40_000, 65_536, 100_000, 262_144, 600_000)
 _OBJECTS = (
     "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
 )  # fmt: skip
 _IN_PLACE = ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
-# Functional collectives reach Python backends only from torch 2.14 on, when torch's dispatcher calls them.
+# Before torch 2.14, torch's dispatcher does not call Python backends for functional collectives.
 _KINDS = [name for name in (*CALLS, *MORE_CALLS) if not name.startswith("functional") or version() >= (2, 14)]
 _MOST_GROUPS = 4
 IN_ORDER: dict[str, Any] = {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
-"""Arguments of ``new_group`` for a group whose ranks stay in the given order; empty if torch can't make one."""
+"""Arguments of ``new_group`` for a group whose ranks keep the given order; empty if this torch always sorts them."""
 _MOST_LAG = 6
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """A group: its global ranks, in the order of the group, and how it is made: world, new, local or split."""
+    """A group: its global ranks, in the group's order, and the way in which it is made: world, new, local or split."""
 
     ranks: tuple[int, ...]
     how: str = "new"
@@ -66,13 +67,13 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class Step:
-    """One call of all ranks of a group: a `Call` without its rank and memory.
+    """One call that all ranks of a group make: a `Call` without a rank and without memory; other fields as in `Call`.
 
     Attributes:
         group: Index of the group in the program.
         dtype: Name of the dtype, without ``torch.``.
         reduce_op: Name of the reduction.
-        lag: Number of later steps during which an asynchronous call runs before it is waited for.
+        lag: Number of later steps that begin before the program waits for this call, if it is asynchronous.
     """
 
     name: str
@@ -91,7 +92,7 @@ class Step:
     target_layout: str = "plain"
 
     def call(self, group: dist.ProcessGroup) -> Call:
-        """Return the call of this rank, on a group of any backend, in memory of the step's layouts."""
+        """Return this rank's call, on a group of any backend; its memory has the layouts that the step names."""
         return Call(
             self.name,
             group,
@@ -127,12 +128,12 @@ class Program:
 
     Attributes:
         world_size: Number of ranks.
-        hosts: Numbers of ranks on simulated hosts; empty: all are on one host.
+        hosts: Number of ranks on each simulated host; empty if all ranks are on one host.
         groups: Groups; the first is the world.
-        steps: Calls, in the order in which ranks that take part make them.
-        environ: Settings of the backend in the environment.
-        seed: Seed of the delays between calls.
-        num_rounds: Number of times that the program is run on phalanx, each with other delays.
+        steps: Calls, in the order in which each rank makes those of its groups.
+        environ: Environment variables that set the backend's settings.
+        seed: Seed for the delays between calls.
+        num_rounds: Number of times that the program runs on phalanx, each time with different delays.
     """
 
     world_size: int
@@ -157,12 +158,12 @@ class Program:
 
 
 def draw_place(draw: random.Random, world_sizes: Sequence[int], num_hosts: int | None) -> Program:
-    """Return an empty program: number of ranks, hosts and settings.
+    """Return a program without steps, with a random number of ranks, hosts and settings.
 
     Args:
         draw: Source of choices.
-        world_sizes: Numbers of ranks to choose from.
-        num_hosts: Number of hosts over which the ranks are divided; None: random, usually one.
+        world_sizes: Numbers of ranks from which to choose.
+        num_hosts: Number of hosts over which the ranks are divided; None for a random number, usually 1.
     """
     size = draw.choice(list(world_sizes))
     hosts: tuple[int, ...] = ()
@@ -183,7 +184,7 @@ def draw_place(draw: random.Random, world_sizes: Sequence[int], num_hosts: int |
 
 
 def draw_groups(draw: random.Random, world_size: int) -> tuple[GroupPlan, ...]:
-    """Return the world and some other groups, which may overlap, have a single rank, or be in another rank order."""
+    """Return the world and some other groups, which may overlap, have a single rank, or have another order of ranks."""
     everyone = list(range(world_size))
     groups = [GroupPlan(tuple(everyone), "world")]
     for _ in range(draw.randint(0, _MOST_GROUPS - 1)):
@@ -232,7 +233,7 @@ def draw_step(draw: random.Random, name: str, groups: Sequence[GroupPlan]) -> St
 
 
 def draw_reduction(draw: random.Random, name: str, dtype: torch.dtype) -> tuple[str, float | None]:
-    """Return the name of a reduction that the dtype has, and its factor."""
+    """Return the name of a reduction that the dtype supports, and the factor if the reduction is ``PREMUL_SUM``."""
     if dtype.is_complex:
         return draw.choice(("SUM", "SUM", "AVG")), None
     if dtype.is_floating_point:
@@ -245,7 +246,7 @@ def draw_reduction(draw: random.Random, name: str, dtype: torch.dtype) -> tuple[
 
 
 def draw_shape(draw: random.Random, name: str, dtype: torch.dtype, size: int) -> tuple[int, ...]:
-    """Return the shape of a block whose size, alone or with its peers' blocks, is near a limit of the algorithms."""
+    """Return the shape of a block. Its size, alone or with its peers' blocks, is near a limit of an algorithm."""
     num_bytes = draw.choices([edge for edge, _ in _EDGES], [weight for _, weight in _EDGES])[0]
     sharers = draw.choice((1, 1, max(size - 1, 1), size))
     if "messages" in name and draw.random() < 0.5:

@@ -1,7 +1,8 @@
 """The rank's side: makes the groups, runs a program on phalanx, then compares the results with the reference.
 
-Running and comparing are two separate calls, so that no reference backend synchronizes the ranks while a program runs.
-The program runs several times with different delays between its calls; all results must have the same bits.
+Running and comparing are two separate calls, so that the reference backend can't synchronize the ranks while a program
+runs. The program runs several times with different delays between its calls; the results of all runs must have the same
+bits.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from phalanx.testing.fuzz.compare import difference, reduced
 from phalanx.testing.fuzz.memory import taken
 from phalanx.testing.fuzz.program import IN_ORDER, GroupPlan, Program, Step
 
-_MOST_GROUPS = 24  # once so many groups are kept, the next program makes its own anew
+_MOST_GROUPS = 24  # once this many groups are kept, they are destroyed before the next program
 _OF_GLOO = {
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.uint8,
     torch.bool,
@@ -38,11 +39,12 @@ _ALSO_ON_GLOO = {
     "scatter_object_list", "send_object_list", "messages", "batched_messages", "blocking_messages",
     "reordered_messages",
 }  # fmt: skip
-_ALIKE = ("all_reduce", "all_reduce_coalesced", "functional_all_reduce")  # their results are the same on all ranks
+# the results of these calls must be the same on all ranks
+_ALIKE = ("all_reduce", "all_reduce_coalesced", "functional_all_reduce")
 
 
 class StepFailed(RuntimeError):
-    """A call of a program has raised; the message begins with the step."""
+    """A call of a program raised an exception; the message begins with the step."""
 
 
 @dataclass
@@ -52,7 +54,7 @@ class Verdict:
     Attributes:
         faults: Step and description of each wrong result.
         judged: Number of judged calls, by the backend or method that judged them.
-        of_judge: Description of each result that the judge got wrong, according to arithmetic.
+        of_judge: Description of each result of the judge that is wrong according to arithmetic.
         digests: Digests, by step, of results that must be the same on all ranks of the step's group.
     """
 
@@ -63,7 +65,7 @@ class Verdict:
 
 
 class _Player:
-    """State of this rank: groups, kept between programs, and results, kept until they are judged."""
+    """State of this rank: groups, which are kept between programs, and results, kept until they are judged."""
 
     def __init__(self) -> None:
         self.limit = timedelta(0)
@@ -77,9 +79,9 @@ _player = _Player()
 
 
 def start(rank: int, init_method: str, world_size: int, limit_s: float) -> None:
-    """Make the world's group."""
-    warnings.filterwarnings("ignore", "ComplexHalf support is experimental")  # it is only moved here
-    warnings.filterwarnings("ignore", category=FutureWarning)  # newer torch prefers other names for some functions
+    """Make the default group."""
+    warnings.filterwarnings("ignore", "ComplexHalf support is experimental")  # ComplexHalf tensors are only moved here
+    warnings.filterwarnings("ignore", category=FutureWarning)  # newer versions of torch deprecate some of the functions
     _player.limit = limit = timedelta(seconds=limit_s)
     dist.init_process_group("phalanx", init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
 
@@ -95,7 +97,7 @@ def _make(plan: GroupPlan) -> Any:
         return dist.group.WORLD
     if plan.how == "new":
         return dist.new_group(list(plan.ranks), _player.limit, **IN_ORDER)
-    # torch counts the groups that each rank has made, so the other ranks must make one, too.
+    # torch counts the groups that each rank has made, so the ranks outside of this group must make a group, too.
     rest = [rank for rank in range(dist.get_world_size()) if rank not in plan.ranks]
     if plan.how == "split":
         halves = [half for half in (list(plan.ranks), rest) if half]
@@ -109,7 +111,7 @@ def _make_gloo(plan: GroupPlan) -> Any:
 
 
 def _forget_groups() -> None:
-    """Leave the groups of earlier programs, if there are many."""
+    """Destroy the groups of earlier programs, if there are many."""
     if len(_player.groups) < _MOST_GROUPS:
         return
     for made in (_player.groups, _player.of_judge):
@@ -164,7 +166,7 @@ class _Running:
         self._pending.append((due, number, call, works, results))
 
     def _settle_due(self, now: int | None) -> None:
-        """Wait for the calls that are due, in random order."""
+        """Wait for the calls that are due at step `now`, in random order; None for all calls."""
         due = [one for one in self._pending if now is None or one[0] <= now]
         self._draw.shuffle(due)
         for one in due:
@@ -188,7 +190,7 @@ def perform(rank: int, program: Program) -> None:
     """Run a program on phalanx, and keep the results.
 
     Raises:
-        StepFailed: A call has raised.
+        StepFailed: A call raised an exception.
     """
     _forget_groups()
     groups = [_group(plan, _player.groups, _make) for plan in program.groups]
@@ -210,7 +212,7 @@ def perform(rank: int, program: Program) -> None:
 
 
 def judge(rank: int, program: Program, against: str, folder: str = "") -> Verdict:
-    """Return the verdict on the results of the last program; `folder` holds MPI's results."""
+    """Return the verdict on the results of the last program; `folder` contains MPI's results."""
     verdict = Verdict(faults=list(_player.faults))
     groups = [_group(plan, _player.of_judge, _make_gloo) for plan in program.groups] if against == "gloo" else []
     of_mpi = mpi.results_of(folder, rank) if folder else {}
@@ -236,17 +238,17 @@ def judge(rank: int, program: Program, against: str, folder: str = "") -> Verdic
 def _differences(
     verdict: Verdict, step: Step, call: Call, results: list[Tensor], theirs: list[Tensor] | None
 ) -> Iterator[str]:
-    """Yield a description of each wrong result; add results that the judge got wrong to `verdict`."""
+    """Yield a description of each wrong result; add wrong results of the judge to `verdict`."""
     is_rounded = step.is_reduction and (call.dtype.is_floating_point or call.dtype.is_complex)
     if theirs is not None and not is_rounded and not any(map(difference, results, theirs)):
-        return  # no need to draw the inputs of all ranks
+        return  # identical results need no arithmetic, for which the inputs of all ranks would be drawn
     wanted = call.wanted()
     assert len(wanted) == len(results), f"{step} has {len(results)} results, not {len(wanted)}"
     for i, (got, want) in enumerate(zip(results, wanted, strict=True)):
         own = _against(got, want, _right(want, step), step)
         if theirs is None:
             others = own
-        elif is_rounded:  # both must lie within what any order of the ranks gives
+        elif is_rounded:  # both results must lie within the bounds of the results for all orders of the ranks
             others = own or (
                 _against(theirs[i], want, _right(want, step), step) and "its result lies outside of the bound"
             )
@@ -259,7 +261,7 @@ def _differences(
 
 
 def _as_ours(got: Tensor, theirs: Tensor) -> Tensor:
-    """Return a judge's result in the dtype and shape of ours: it may consist of bytes, or of sums in a bool."""
+    """Return a judge's result in the dtype and shape of ours; `theirs` may hold bytes, or bools other than 0 and 1."""
     if theirs.dtype != got.dtype:
         theirs = taken(theirs).as_strided((theirs.numel(),), (1,)).view(got.dtype)
     if theirs.dtype is torch.bool:
@@ -276,14 +278,15 @@ def _against(got: Tensor, want: Wanted, right: Tensor, step: Step) -> str:
 
 
 def _on_gloo(step: Step, call: Call) -> list[Tensor] | None:
-    """Return the results of a call that Gloo runs on contiguous copies; None if Gloo can't run it."""
+    """Return the results of the call on Gloo, with contiguous tensors; None if Gloo can't run the call."""
     is_own = step.name in CALLS or step.name in _ALSO_ON_GLOO
     if not is_own or (step.name == "all_to_all" and version() < (2, 13)):
         return None
     call = replace(call, async_op=False, in_place=False)
     if step.is_reduction:
         has_op = step.reduce_op not in ("PREMUL_SUM", "AVG") or (step.reduce_op == "AVG" and version() >= (2, 15))
-        is_ordered = step.reduce_op in ("MIN", "MAX") and step.values == "rare"  # with NaN, Gloo may return either
+        # for a number and NaN, Gloo may return either
+        is_ordered = step.reduce_op in ("MIN", "MAX") and step.values == "rare"
         is_whole = not (call.dtype.is_floating_point or call.dtype.is_complex)
         if not has_op or is_ordered or (is_whole and step.reduce_op == "AVG"):
             return None

@@ -1,4 +1,4 @@
-"""Ranks for one world size, hosts and settings, which run programs one after another, and the verdict on each."""
+"""Ranks that run programs one after another, all for the same world size, hosts and settings; and the outcomes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.testing.fuzz.mpi import MpiRanks
 from phalanx.testing.fuzz.program import GroupPlan, Program
 from phalanx.testing.kept import KeptRanks
 
-_START_S = 120.0  # for a group to form on a busy machine
+_START_S = 120.0  # time for a group to form on a busy machine
 
 
 @dataclass
@@ -24,9 +24,9 @@ class Outcome:
 
     Attributes:
         fault: Description of the first fault; empty if there is none.
-        step: Index of the step with the fault; None: the ranks ended without naming one.
+        step: Index of the step with the fault; None if the ranks ended without naming a step.
         judged: Number of calls, counted on each rank, by the backend or method that judged their results.
-        of_judge: Descriptions of results that the judge got wrong.
+        of_judge: Descriptions of wrong results of the judge.
     """
 
     fault: str = ""
@@ -36,10 +36,10 @@ class Outcome:
 
 
 class Session:
-    """Ranks that run programs one after another. They end with the first program in which a rank raises, dies or hangs.
+    """Ranks that run programs one after another. They end after a program in which a rank raises, dies or hangs.
 
     Args:
-        place: Program whose number of ranks, hosts and settings are those of all programs to run.
+        place: Program with the number of ranks, hosts and settings that all programs of this session must have.
         against: Judge, see `command`.
         limit_s: Seconds that a program may take; the groups' timeout is half of that.
     """
@@ -67,7 +67,7 @@ class Session:
         return not self.has_ended and own == (program.world_size, program.hosts, program.environ)
 
     def run(self, program: Program) -> Outcome:
-        """Run a program on phalanx, and have it judged."""
+        """Run a program on phalanx, judge its results and return the outcome."""
         try:
             self._ranks.call(rank.perform, program, timeout_s=self._limit_s)
         except RankError as error:
@@ -104,7 +104,7 @@ class Session:
 
 
 def joined(programs: list[Program]) -> Program:
-    """Return one program that does what the given ones do, one after another; all have the same ranks and settings."""
+    """Return one program with the steps of all given programs, which must have the same ranks and settings."""
     groups: list[GroupPlan] = []
     steps = []
     for program in programs:
@@ -116,7 +116,7 @@ def joined(programs: list[Program]) -> Program:
 
 
 def replay(program: Program, against: str, limit_s: float = 20.0, num_times: int = 20) -> int:
-    """Run a program again and again until it fails; print the fault, and return the exit code."""
+    """Run a program up to `num_times` times, until it fails; print the fault, and return the exit code."""
     for _ in range(num_times):
         with contextlib.closing(Session(program, against, limit_s)) as session:
             outcome = session.run(program)

@@ -36,12 +36,12 @@ if __name__ == "__main__":
 
 
 class Shrinker:
-    """Searches for the smallest program that fails in the same way as a given one.
+    """Searches for the smallest program that still fails.
 
     Args:
-        against: Judge.
+        against: Judge, see `command`.
         limit_s: Seconds that a program may take.
-        budget_s: Seconds after which the search ends with the smallest program so far.
+        budget_s: Seconds after which the search ends with the smallest program found so far.
     """
 
     def __init__(self, against: str, limit_s: float, budget_s: float) -> None:
@@ -56,7 +56,7 @@ class Shrinker:
             self._session.close()
 
     def reproduces(self, program: Program, num_tries: int) -> bool:
-        """Whether a program fails on ranks of its own; also sets how often each smaller program is tried."""
+        """Whether a program fails on new ranks; also decides how often the search will try each smaller program."""
         num_failed = 0
         for number in range(num_tries):
             num_failed += self._fails_once(program, fresh=True)
@@ -80,7 +80,7 @@ class Shrinker:
         return any(self._fails_once(program) for _ in range(self._num_tries) if time.monotonic() < self._end_s)
 
     def shrunk(self, program: Program) -> Program:
-        """Return the smallest program that was found to fail."""
+        """Return the smallest failing program that the search finds."""
         if (step := self.outcome.step) is not None:
             alone = program.with_steps(program.steps[step : step + 1])
             program = alone if self._fails(alone) else program
@@ -92,7 +92,7 @@ class Shrinker:
         return program
 
     def _first_that_fails(self, program: Program, smaller: Callable[[Program], Iterator[Program]]) -> Program:
-        """Take the first smaller program that fails, and continue the search from it."""
+        """Replace the program by the first smaller program that fails, again and again; return the last program."""
         while True:
             found = next((one for one in smaller(program) if one != program and self._fails(one)), None)
             if found is None:
@@ -100,7 +100,7 @@ class Shrinker:
             program = found
 
     def _fewer_steps(self, program: Program) -> Program:
-        """Leave out steps, half of them, a quarter, and so on (Zeller and Hildebrandt 2002)."""
+        """Leave out ranges of steps: half of the steps, then a quarter, and so on (Zeller and Hildebrandt 2002)."""
         size = len(program.steps)
         while size >= 1:
             at = 0
@@ -170,9 +170,9 @@ def write_script(program: Program, fault: str, command: str, against: str, folde
 def shrink(
     candidates: Sequence[Program], outcome: Outcome, against: str, limit_s: float, budget_s: float
 ) -> tuple[Program, Outcome]:
-    """Shrink the first of `candidates` that fails again; return the result, and how it fails.
+    """Shrink the first candidate that fails again; return the smaller program and its outcome.
 
-    If none fails, return the last of them unchanged.
+    If no candidate fails again, return the last candidate and `outcome`.
     """
     with contextlib.closing(Shrinker(against, limit_s, budget_s)) as shrinker:
         for candidate in candidates:

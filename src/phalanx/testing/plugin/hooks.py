@@ -1,9 +1,9 @@
 """The hooks that pytest calls: options, the mark ``ranks``, and the fixtures of a marked test.
 
-With ``--fast-ranks``, processes that tests start by themselves are forked from a server, see `testing.fast_ranks`.
+With ``--fast-ranks``, processes that tests themselves start are forked from a server, see `testing.fast_ranks`.
 
-pytest loads this module wherever phalanx is installed, so it contains only hooks and fixtures, and imports everything
-else when the first marked test has been collected.
+If phalanx is installed, pytest always loads this module. So it contains only hooks and fixtures, and imports all other
+modules only once a marked test has been collected.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 _MARK = "ranks"
 _PARAM = "_ranks"
-"""Fixture whose parameter is one of several world sizes."""
+"""Name of the fixture whose parameter is the world size, for a mark with several world sizes."""
 _NOT_LINUX = (
     "@pytest.mark.ranks: ranks are forked, which phalanx does on Linux alone; here skip the test: "
     "@pytest.mark.skipif(sys.platform != 'linux', reason='ranks need Linux')"
 )
 
-# pytest rewrites the asserts in all modules of a plugin's distribution. This keeps it from doing so in phalanx.
+# pytest rewrites the asserts in all modules of a plugin's distribution. This code excludes phalanx's modules.
 for _finder in sys.meta_path:
     _rewritten: Any = getattr(_finder, "_must_rewrite", ())
     if "phalanx" in _rewritten:
@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
-    """Let a module with marked tests call ``torch.cuda.is_available()``, which otherwise breaks CUDA in forks."""
+    """Make ``torch.cuda.is_available()`` harmless in a module with marked tests; otherwise it breaks CUDA in forks."""
     path = getattr(collector, "path", None) if isinstance(collector, pytest.Module) else None
     if path is not None and path.is_file() and b"mark.ranks" in path.read_bytes():
         from phalanx import _env
@@ -113,7 +113,7 @@ def pytest_leave_pdb() -> None:
 
 
 def _in_rank(name: str) -> None:
-    """Call the function `name` of `on_rank`, if this process is a rank of a test."""
+    """Call the function `name` of `on_rank` if this process has loaded `on_rank`, as ranks have."""
     if (side := sys.modules.get("phalanx.testing.plugin.on_rank")) is not None:
         getattr(side, name)()
 
@@ -136,7 +136,7 @@ def world_size(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> int:
-    """Rank of this process among those that run this test. A fixture that asks for it is computed on each rank."""
+    """Rank of this process among the ranks that run this test. Fixtures that request it are computed on each rank."""
     from phalanx.testing.plugin.on_rank import rank_of
 
     return rank_of(request)
@@ -144,7 +144,7 @@ def rank(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def group(rank: int) -> Session:
-    """Session of this rank, as phalanx.init() returns it: its rank, device, barrier() and gather()."""
+    """Session of this rank, as returned by phalanx.init(), with rank, device, barrier() and gather()."""
     from phalanx.testing.plugin.on_rank import session_of
 
     return session_of(rank)

@@ -1,13 +1,14 @@
-"""The test process's side: forks the ranks that run a marked test, and makes the test's result from theirs.
+"""The test process's side: forks the ranks that run a marked test, and combines their results into the test's result.
 
-Ranks are forked from pytest's own process, by `Workers`. So a test may be a local function, and memory that its
-fixtures have computed is shared until it is written. The test's own ``runtest`` runs on each rank. Its failure comes
-back as the text that pytest shows, since frames and rewritten asserts can't be pickled. Fixtures that ask for ``rank``
-are left out of the parent's setup and computed on the ranks.
+Ranks are forked from pytest's own process, by `Workers`. So a test may be a local function, and the ranks share the
+memory of fixtures that are already computed, until they write to it. The test's own ``runtest`` runs on each rank. A
+failure is returned as the text that pytest shows, because frames and rewritten asserts can't be pickled. Fixtures that
+request ``rank`` are left out of the parent's setup and computed on the ranks.
 
-A fork copies only one thread, so a test is refused, with a message, if this process holds CUDA, a default process group
-or anything else that can't be forked; `run_ranks` with its fork server serves such tests. If pytest is killed, the
-kernel ends its ranks, and a shell that waits for that (`launch.spawn.cleaner`) ends what they have started.
+A fork copies only one thread, so a test is rejected, with a message, if this process has initialized CUDA or has a
+default process group or another object that can't be forked; such tests can use `run_ranks`, which forks from a server.
+If pytest is killed, the kernel ends its ranks, and a shell that waits for their end (`launch.spawn.cleaner`) ends the
+processes that they have started.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ from phalanx.testing.ranks import Ranks
 from phalanx.testing.results import result_of
 
 _TIMEOUT_S = 60.0
-_SHARE_OF_LIMIT = 0.8  # fraction of pytest-timeout's limit that ranks get, so that our report, with ranks, comes first
+# fraction of pytest-timeout's limit for the ranks, so that our report, which names ranks, is printed first
+_SHARE_OF_LIMIT = 0.8
 _OWN = frozenset(("rank", "group"))
 _OF_PYTEST = frozenset(("capfd", "capfdbinary", "capsys", "capsysbinary", "capteesys", "recwarn"))
-"""Fixtures that each rank needs for itself, because they capture the output or the warnings of their process."""
+"""Fixtures that each rank computes itself, because they capture the output or the warnings of one process."""
 
 
 def prepare(item: pytest.Item) -> None:
@@ -79,7 +81,7 @@ def world_size_of(request: pytest.FixtureRequest) -> int:
 
 
 def _computed_by_ranks(item: Any) -> list[str]:
-    """Return the fixtures of a test that each rank computes: those that differ by rank, and those that ask for one."""
+    """Return the fixtures of a test that each rank computes: those that differ by rank, and those that request one."""
     info = getattr(item, "_fixtureinfo", None)
     if info is None:
         return []
@@ -100,7 +102,7 @@ def _differs_by_rank(name: str, function: Any) -> bool:
     module = str(getattr(function, "__module__", ""))
     is_own = name in _OWN and module == "phalanx.testing.plugin.hooks"
     is_pytests = name in _OF_PYTEST and module.startswith("_pytest.")
-    # An event loop can't be shared: ranks would wait on the same descriptors.
+    # Forked ranks can't share an event loop, because they would wait on the same descriptors.
     is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
     return is_own or is_pytests or is_async or module.partition(".")[0] == "pytest_asyncio"
 
@@ -119,7 +121,7 @@ def _run(item: pytest.Item, world_size: int, options: Options, task: Task, began
     __tracebackhide__ = True
     for name in RANK_MODULES:
         importlib.import_module(name)
-    from phalanx.testing.plugin import limits  # imports torch
+    from phalanx.testing.plugin import limits  # imported late, because it imports torch
 
     limits.check_room(world_size)
     limits.check_fork(item)
@@ -145,7 +147,8 @@ def _fork(group: Group, options: Options, task: Task) -> Workers:
     environ = {**_env.environment(), **options.env}
     fork_cheaply(group.world_size)
     with warnings.catch_warnings():
-        # Python >= 3.12 warns of threads that a rank lacks; `limits` refuses what can't be forked.
+        # Python 3.12 and newer warn of threads, which a fork does not copy; `limits` has rejected objects that can't be
+        # forked.
         warnings.filterwarnings("ignore", r".*multi-threaded, use of fork", DeprecationWarning)
         try:
             return Workers(
@@ -163,7 +166,7 @@ def _fork(group: Group, options: Options, task: Task) -> Workers:
 
 
 def _limit_s(item: pytest.Item, own_s: float, spent_s: float) -> float:
-    """Return the limit of a test: its own, or less than pytest-timeout allows, so that the report names the ranks."""
+    """Return the limit of a test: its own, or less than pytest-timeout's, so that our report, with ranks, is first."""
     mark = item.get_closest_marker("timeout")
     given: Any = None
     if mark is not None:
@@ -178,7 +181,7 @@ def _limit_s(item: pytest.Item, own_s: float, spent_s: float) -> float:
 
 @contextlib.contextmanager
 def _terminal_comes_back() -> Iterator[None]:
-    """Take the terminal back from a rank that has ended in its debugger."""
+    """After the block, take the terminal back from a rank that has ended in its debugger."""
     try:
         had_it = os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
     except OSError:
@@ -216,7 +219,7 @@ def _take_over(item: pytest.Item, told: list[Told]) -> None:
 
 
 def _take_over_marks(item: pytest.Item, outcomes: list[Ending], told: list[Told]) -> None:
-    """Adopt marks, such as xfail, that the test gave itself: on all failed ranks, or on any if none failed."""
+    """Adopt marks, such as xfail, that the test added to itself: on all failed ranks or, if none failed, on any."""
     failed = [told[outcome.rank].marks for outcome in outcomes if outcome.failed and not outcome.is_victim]
     for mark in (mark for one in told for mark in one.marks):
         if mark not in item.own_markers and all(mark in marks for marks in failed):
@@ -252,7 +255,7 @@ def _judge(item: pytest.Item, outcomes: list[Ending], told: list[Told], limit_s:
 
 
 def _no_second_debugger(item: pytest.Item) -> None:
-    """Keep --pdb from opening in this process as well, which has no frames to show."""
+    """Keep --pdb from opening a second debugger in this process, which has no frames to show."""
     manager = item.config.pluginmanager
     plugin = manager.get_plugin("pdbinvoke")
     if plugin is not None:

@@ -1,4 +1,4 @@
-"""Checks before ranks are forked from the test process: that it can be forked, and that there is room for them."""
+"""Checks before ranks are forked from the test process: that it can be forked, and that the machine has room."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch.distributed as dist
 from phalanx._text import in_units
 from phalanx.host.cgroups import known_memory
 
-_RANK_BYTES = 16 * 2**20  # private memory of a rank after a small all_reduce: 3,300 pages and their tables
+_RANK_BYTES = 16 * 2**20  # private memory of a rank after a small all_reduce: 3,300 pages and the page tables for them
 _RANK_FDS = 4  # descriptors in this process per rank: its pipe, its pidfd, and two of multiprocessing
 _SPARE_FDS = 32
 _ELSEWHERE = "or run a function by phalanx.testing.run_ranks, whose ranks are forked from a process of their own"
 
 
 def check_room(world_size: int) -> None:
-    """Fail the test if this machine has no room for its ranks."""
+    """Fail the test if this machine has no room for the test's ranks."""
     most_fds = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if most_fds != resource.RLIM_INFINITY and world_size * _RANK_FDS + _SPARE_FDS > most_fds:
         _fail(f"{world_size} ranks need {world_size * _RANK_FDS} open files, and ulimit -n allows {most_fds}")
@@ -32,7 +32,7 @@ def check_room(world_size: int) -> None:
 
 
 def words_of_refused_fork(world_size: int, error: OSError) -> str:
-    """Return the message for a system that refuses to fork more ranks."""
+    """Return the message for the failure of a fork, because the system allows no more processes."""
     return (
         f"{world_size} ranks can't be forked: {error.strerror or error}; the user (ulimit -u), the container "
         "(pids.max) or the memory allows no more processes: take fewer ranks, or fewer workers of pytest-xdist"

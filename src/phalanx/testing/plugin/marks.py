@@ -18,7 +18,7 @@ _RIGHT = "right: @pytest.mark.ranks(2), @pytest.mark.ranks(1, 2, 3), or @pytest.
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Keyword arguments of the mark: those of `spawn_ranks` that are not about a function, and a time limit.
+    """Keyword arguments of the mark: those of `spawn_ranks` that do not describe a function, and a time limit.
 
     Attributes:
         group: Keyword arguments of `group_in_folder`.
@@ -33,7 +33,7 @@ class Options:
         """Return the options of a mark.
 
         Raises:
-            ValueError: One of them is invalid.
+            ValueError: An option is invalid.
         """
         options = {name: default for name, default in OPTIONS.items() if name not in _OF_FUNCTIONS}
         options["timeout_s"] = None
@@ -70,7 +70,7 @@ class Options:
 
 
 def sizes_of(mark: pytest.Mark) -> tuple[Any, ...]:
-    """Return the world sizes that a mark names, unchecked; a list counts as its elements."""
+    """Return the world sizes that a mark names, unchecked; a list stands for its elements."""
     return tuple(size for arg in mark.args for size in (arg if isinstance(arg, (list, tuple, range)) else [arg]))
 
 
@@ -78,7 +78,7 @@ def checked_sizes(mark: pytest.Mark, options: Options) -> tuple[int, ...]:
     """Return the world sizes that a mark names.
 
     Raises:
-        ValueError: The mark names no world size, one is invalid, or the hosts do not add up to one.
+        ValueError: The mark names no world size, a world size is invalid, or the ranks of `hosts` do not add up to it.
     """
     sizes = sizes_of(mark)
     if not sizes:

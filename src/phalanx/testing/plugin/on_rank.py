@@ -1,4 +1,4 @@
-"""The side of a rank forked from the test's process: computes its fixtures, runs the test, and reports."""
+"""The code of a rank forked from the test's process: computes the rank's fixtures, runs the test, and reports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from phalanx.testing.results import make_portable
 
 @dataclasses.dataclass
 class Task:
-    """The task of every rank.
+    """The test that every rank runs.
 
     Attributes:
         runtest: The test's own ``runtest``.
@@ -46,14 +46,14 @@ class Told:
     """The report of a rank to the test's process.
 
     Attributes:
-        longrepr: Failure as pytest shows it; None: none.
-        out, err: Captured output, where pytest captures in memory.
+        longrepr: Failure in the form in which pytest shows it; None if there is none.
+        out, err: Captured output, if pytest captures output in memory.
         log: Captured log.
         warnings: Message, category, file and line of each warning.
         properties: Names and values recorded by ``record_property``.
         subtests: Reports of subtests, as pytest serializes them.
-        coverage: Data of coverage.py, as it dumps them.
-        marks: Marks that the test has given itself.
+        coverage: Data of coverage.py, in its own dump format.
+        marks: Marks that the test has added to itself.
     """
 
     longrepr: Any = None
@@ -68,15 +68,15 @@ class Told:
 
 
 _TORCHS_OWN = re.compile(r"^.*\bc10d-NullHandler-default:c10d_logger.py:.*\n?", re.MULTILINE)
-"""Long line that torch logs for each error of a collective; the error itself is shown anyway."""
+"""Pattern of the long line that torch logs for each error of a collective, although the error itself is shown."""
 
 _HYPOTHESIS = "_hypothesis_global_random"  # attribute with Hypothesis's random generator
-_rank: int | None = None  # rank of this process; None: it is not a rank
+_rank: int | None = None  # rank of this process; None if it is not a rank
 _group: Group | None = None
 
 
 def rank_of(request: pytest.FixtureRequest) -> int:
-    """Return the rank of this process, for the fixture."""
+    """Return the rank of this process, for the fixture `rank`."""
     if _rank is None:
         asks = vars(request.node).get("_phalanx_sizes", ())
         pytest.fail(shown.BEFORE_FORK if asks else shown.NOT_MARKED.format("rank"), pytrace=False)
@@ -84,7 +84,7 @@ def rank_of(request: pytest.FixtureRequest) -> int:
 
 
 def session_of(rank: int) -> Any:
-    """Return the session of this rank, for the fixture."""
+    """Return the session of this rank, for the fixture `group`."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -99,8 +99,8 @@ def run_test(rank: int, group: Group, task: Task, random_state: Any, seed: bytes
     global _rank, _group
     import torch.distributed as dist
 
-    gc.freeze()  # keeps the collector away from the parent's objects
-    random.setstate(random_state)  # otherwise the state would differ in each forked process
+    gc.freeze()  # otherwise the garbage collector would write to the parent's objects, and copy their pages
+    random.setstate(random_state)  # otherwise each forked process would have a different state
     _draw_alike(seed)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _rank, _group = rank, group
@@ -129,7 +129,7 @@ def _run(rank: int, group: Group, task: Task) -> None:
         group.init(rank)
     finalizers = [one for one, _ in item.session._setupstate.stack.values()]
     for one in finalizers:
-        one.clear()  # the test's own process runs these
+        one.clear()  # pytest's own process runs these finalizers
     threads = _begin_threads(item)
     try:
         for name in task.by_rank:
@@ -149,7 +149,7 @@ def _run(rank: int, group: Group, task: Task) -> None:
 
 
 def _begin_threads(item: Any) -> list[Callable[[], object]]:
-    """Make pytest collect exceptions in threads and finalizers; return functions that then warn or raise."""
+    """Make pytest collect exceptions in threads and finalizers; return functions that warn of them or raise them."""
     ends: list[Callable[[], object]] = []
     for name in ("threadexception", "unraisableexception"):
         hook = getattr(item.config.pluginmanager.get_plugin(name), "pytest_runtest_call", None)
@@ -163,7 +163,7 @@ def _begin_threads(item: Any) -> list[Callable[[], object]]:
 
 
 class _Listener:
-    """Collects the output, warnings and other records that pytest would have taken from this process."""
+    """Collects the output, warnings and other records that pytest would have collected in its own process."""
 
     def __init__(self, item: Any) -> None:
         self._item = item
@@ -183,7 +183,7 @@ class _Listener:
 
     def told(self, call: Any) -> tuple[Told, BaseException | None]:
         item = self._item
-        if getattr(item, "_excinfo", None):  # set for a test of unittest
+        if getattr(item, "_excinfo", None):  # set for a unittest.TestCase
             call.excinfo = item._excinfo.pop(0)
         told = Told(
             warnings=[(one.message, one.category, one.filename, one.lineno) for one in self._caught or ()],
@@ -211,7 +211,7 @@ class _Listener:
         return told, error
 
     def _debug(self, call: Any, report: Any) -> None:
-        """Open the debugger of --pdb here, because the frames are here."""
+        """Open the debugger of --pdb in this process, because it has the frames."""
         item = self._item
         is_wanted = item.config.getoption("usepdb", False) and item.get_closest_marker("xfail") is None
         if is_wanted and report.failed and not is_victim(LastWords.of_error(call.excinfo.value)):
@@ -252,7 +252,7 @@ _debugging = contextlib.ExitStack()
 
 
 def enter_debugger() -> None:
-    """Take the terminal for this rank, once no other rank's debugger has it. Nothing happens in another process."""
+    """Take the terminal for this rank, once no other rank's debugger has it; in other processes, do nothing."""
     if _rank is None or _group is None:
         return
     reached(HELD, True)
@@ -260,7 +260,7 @@ def enter_debugger() -> None:
 
 
 def leave_debugger() -> None:
-    """Give the terminal back. Nothing happens in another process."""
+    """Give the terminal back; in processes that are not ranks, do nothing."""
     if _rank is None:
         return
     _debugging.close()

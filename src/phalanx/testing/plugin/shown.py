@@ -44,7 +44,7 @@ def of_lines(lines: Sequence[str], item: pytest.Item) -> Any:
 
 
 def fitted(lines: Sequence[str], item: pytest.Item) -> list[str]:
-    """Return lines broken between words where pytest prints to a terminal; otherwise as they are."""
+    """Return lines, broken between words if pytest prints to a terminal; otherwise unchanged."""
     reporter = item.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or not reporter.isatty:
         return list(lines)
@@ -52,7 +52,7 @@ def fitted(lines: Sequence[str], item: pytest.Item) -> list[str]:
 
 
 def below_heads(heads: Sequence[str], longrepr: Any, rank: int) -> Any:
-    """Return a rank's failure with lines about all ranks above it."""
+    """Return a rank's failure with `heads`, lines about all ranks, above it."""
     made = below_lines(heads, longrepr)
     crash = made.chain[-1][1] if isinstance(made, ExceptionChainRepr) else None
     if crash is not None:
@@ -61,7 +61,7 @@ def below_heads(heads: Sequence[str], longrepr: Any, rank: int) -> Any:
 
 
 def below_lines(lines: Sequence[str], longrepr: Any) -> Any:
-    """Return a failure of pytest with lines above it."""
+    """Return a failure in pytest's form with `lines` above it."""
     chain = getattr(longrepr, "chain", None)
     if chain is None and hasattr(longrepr, "reprtraceback"):
         chain = [(longrepr.reprtraceback, longrepr.reprcrash, None)]
@@ -73,10 +73,11 @@ def below_lines(lines: Sequence[str], longrepr: Any) -> Any:
 
 
 def end_at_the_call(item: Any, excinfo: Any) -> None:
-    """Show errors of phalanx only down to the line that called torch or phalanx."""
+    """Cut the traceback of a phalanx error after the line that called torch or phalanx."""
     if (filtered := getattr(item, "_traceback_filter", None)) is not None:  # pytest 7.4 and newer
         item._traceback_filter = lambda one: _up_to_the_call(filtered(one), one.value)
-    excinfo.traceback = _up_to_the_call(excinfo.traceback, excinfo.value)  # pytest takes the last frame for the crash
+    # pytest shows the last frame as the place of the crash
+    excinfo.traceback = _up_to_the_call(excinfo.traceback, excinfo.value)
 
 
 def _up_to_the_call(traceback: Any, error: BaseException) -> Any:
@@ -93,7 +94,7 @@ def _plain(lines: Sequence[str]) -> ReprTraceback:
 
 
 def without_ours(words: LastWords) -> LastWords:
-    """Return the stacks of a rank without the frames of pytest and phalanx below the test."""
+    """Return a rank's stacks without the frames of pytest and phalanx that called the test."""
     kept: list[str] = []
     is_below = False
     for line in words.lines:
@@ -105,7 +106,7 @@ def without_ours(words: LastWords) -> LastWords:
 
 
 def advice_for(error: BaseException) -> str:
-    """Return advice for mistakes that are specific to the mark; empty for others."""
+    """Return advice for an error that is specific to the mark; empty for other errors."""
     text = message_of(error)
     if _SECOND_GROUP in text:
         return "the mark has made a process group already; ranks(..., init=False) leaves that to the test"
@@ -119,7 +120,7 @@ def advice_for(error: BaseException) -> str:
 
 
 def why(outcomes: Sequence[Ending]) -> list[str]:
-    """Return the sentence of ``phalanx why`` about hanging ranks; empty if it has none."""
+    """Return the answer of ``phalanx why`` about hanging ranks; an empty list if there is none."""
     with contextlib.suppress(Exception):  # the failure is reported anyway
         from phalanx.diagnose.jobs import find_job
         from phalanx.diagnose.why.evidence import gather
@@ -129,7 +130,7 @@ def why(outcomes: Sequence[Ending]) -> list[str]:
         pids = {outcome.rank: outcome.pid for outcome in outcomes if outcome.exitcode is None}
         evidence = gather(find_job(str(next(iter(pids.values())))))
         if not any(pids.get(one.doing.rank) == one.look.pid for one in evidence.seen if not one.look.has_ended):
-            return []  # the ranks have not begun yet, or have ended meanwhile
+            return []  # the ranks have not begun yet, or have already ended
         return [answer(evidence, conclude(evidence))]
     return []
 
@@ -138,13 +139,13 @@ def why(outcomes: Sequence[Ending]) -> list[str]:
 
 
 def flush_coverage() -> None:
-    """Make coverage.py store its data of this process, so that ranks start with none."""
+    """Make coverage.py store the data of this process, so that forked ranks start without data."""
     if (current := _coverage()) is not None:
         current.get_data()
 
 
 def begin_coverage() -> Any:
-    """Make coverage.py, if active, collect in this rank's memory; return what `end_coverage` needs."""
+    """Make coverage.py, if active, collect data in this rank's memory; return the argument for `end_coverage`."""
     current = _coverage()
     if current is None:
         return None
@@ -156,7 +157,7 @@ def begin_coverage() -> Any:
 
 
 def end_coverage(begun: Any) -> bytes:
-    """Return the coverage since `begin_coverage`."""
+    """Return the coverage data since `begin_coverage`."""
     if begun is None:
         return b""
     collector, data = begun
@@ -165,7 +166,7 @@ def end_coverage(begun: Any) -> bytes:
 
 
 def add_coverage(told: bytes) -> None:
-    """Add the coverage of a rank."""
+    """Add the coverage data of a rank to those of this process."""
     current = _coverage() if told else None
     if current is not None:
         from coverage import CoverageData
@@ -184,7 +185,7 @@ def _coverage() -> Any:
 
 
 def hold_subtests(item: Any) -> list[dict[str, Any]]:
-    """Withhold the reports of subtests from this rank's plugins; return the list that collects them."""
+    """Withhold the reports of subtests from this rank's plugins; return the list in which they are collected."""
     config, manager = item.config, item.config.pluginmanager
     held: list[dict[str, Any]] = []
     call = manager._inner_hookexec
@@ -200,7 +201,7 @@ def hold_subtests(item: Any) -> list[dict[str, Any]]:
 
 
 def replay_subtests(item: Any, told: Sequence[Sequence[dict[str, Any]]]) -> None:
-    """Report each subtest once: as on the first rank on which it failed, else as on rank 0."""
+    """Report each subtest once: with the result of the first rank on which it failed, or else of the first rank."""
     chosen: dict[str, dict[str, Any]] = {}
     for data in (data for reports in told for data in reports):
         key = repr(data.get("_subtest.context"))
@@ -223,7 +224,7 @@ def replay_subtests(item: Any, told: Sequence[Sequence[dict[str, Any]]]) -> None
 
 @contextlib.contextmanager
 def held_terminal(folder: str) -> Iterator[None]:
-    """Use the terminal; the ranks of one test take turns."""
+    """Hold the terminal during the block; the ranks of one test take turns."""
     from phalanx.debugging.prompt import held
 
     with open(os.path.join(folder, "terminal"), "w") as lock:
@@ -241,7 +242,7 @@ def held_terminal(folder: str) -> Iterator[None]:
 
 
 def take_terminal(process_group: int) -> None:
-    """Give the terminal to a process group, from whichever group this process is in."""
+    """Give the terminal to a process group, even if this process is in a background group."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTOU])
     try:
         with contextlib.suppress(OSError):
