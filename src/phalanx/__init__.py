@@ -4,7 +4,7 @@
 The names and packages below are loaded on first use, so that importing :mod:`phalanx` costs nothing and cannot break.
 
 Start with `_plugin`, which torch calls, or `cli`, which users call; ``docs/design.md`` has a table of the packages in
-this package.
+this package. Nothing here is imported before it is used.
 """
 
 import importlib

@@ -6,8 +6,8 @@ name up once, at import. Other code writes ``_torch.get_default_store()``, which
 call fails if torch lacks the name. All names exist in torch 2.11, 2.13 and 2.15.
 
 If phalanx is installed, every ``import torch`` runs this module; `names` and `lookup` are loaded only when one of their
-names is used. Start with `names`, the table. Most files here only give access to names. `replace` and `shield` do more;
-they are here because they rely on private names.
+names is used. Start with `names`, the table. Nothing here makes a group or trains. `replace` and `shield` do more than
+give access to names; they are here because they rely on private names.
 """
 
 import importlib

@@ -47,8 +47,8 @@ class Imports:
 
     Attributes:
         read: Value of each variable that a package has read, by package and name; None: the variable was not set.
-        outer: For each package, the packages whose import was still running when this package was imported.
-        readers: For each variable, the modules whose import was running when the variable was read.
+        outer: Packages whose import was still running when a package was imported, by that package.
+        readers: Modules whose import was running when a variable was read, by that variable.
     """
 
     def __init__(self) -> None:
