@@ -60,7 +60,7 @@ class _Server:
 
     Attributes:
         read: Environment variables that packages read while the server imported them, with their values.
-        readers: For each of these variables, the modules that read it, or that imported a module that did.
+        readers: Modules that read one of these variables, or that imported a module that did, by variable.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:

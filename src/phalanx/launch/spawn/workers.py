@@ -345,7 +345,7 @@ class Handle:
     """One rank as the parent sees it; owns its pipe, its pidfd and its process object.
 
     Attributes:
-        points: For each point that the rank has reported as ``reached``, the payload that the rank sent with it.
+        points: Payloads of the points that the rank has reported as ``reached``, by point.
     """
 
     def __init__(
