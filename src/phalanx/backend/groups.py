@@ -1,4 +1,8 @@
-"""Creates a group of the ``phalanx`` backend when torch asks for one; keeps or leaves groups when the process ends."""
+"""Creates a group of the ``phalanx`` backend when torch asks for one.
+
+When the process ends, groups that the script did not destroy are kept alive; after an error, this rank leaves all
+groups and tells the peers why.
+"""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class Prompt(pdb.Pdb):
         self._on_resume()
 
     def format_stack_entry(self, *args: Any, **kwargs: Any) -> str:
-        # The script chooses names of files and functions, which must not control the terminal.
+        # Names of files and functions come from the script; their escape sequences must not reach the terminal.
         return printable(super().format_stack_entry(*args, **kwargs), keep="\n\t")
 
     def set_continue(self) -> None:

@@ -66,7 +66,10 @@ class Loans:
 
     @property
     def are_inherited(self) -> bool:
-        """Whether this process has forked since the loan, so that a child may always be able to write to the block."""
+        """Whether this process has forked since the loan.
+
+        If so, a child may still be able to write to the block after `call_back`, which can't reach the child's mapping.
+        """
         return self._lent is not None and self._forks != _num_forks
 
     def lend(self) -> memoryview:

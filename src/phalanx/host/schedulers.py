@@ -268,7 +268,8 @@ def _mpi_place(
 
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
-    # A batch script also has SLURM_PROCID. A shell of salloc may be a step, but its step has a number near 2**32.
+    # SLURM_PROCID alone does not show that srun started this process: a batch script has it, too, but no step number.
+    # The shell that salloc opens may run in a step, but Slurm reserves numbers near 2**32 for such steps.
     step = _first(environ, "SLURM_STEP_ID", "SLURM_STEPID")
     return "SLURM_PROCID" in environ and step.isdigit() and int(step) < 0xFFFFFFF0
 

@@ -134,7 +134,7 @@ class Trial:
         self._hook.remove()  # a Trainer may step the optimizer in several parts, and calls `on_step` after the last
         endless = {"max_epochs": _ENDLESS, "max_steps": None, "patience": None, "resume": "never"}
         unsaved = {"save_every": _ENDLESS, "snapshot_every": 0}
-        uncompared = {"compare_every": 0}  # ranks change their threads at different steps: results may differ
+        uncompared = {"compare_every": 0}  # ranks change their number of threads at different steps: results may differ
         return {**given, **endless, **unsaved, **uncompared, **self._changes}
 
     def watch(self) -> None:

@@ -19,8 +19,8 @@ from torch import Tensor, nn, optim
 from phalanx.parallel.layout import flat, laid_out_like, packed, shaped
 from phalanx.parallel.shared_memory import shared_tensor
 
-# Kernels round the elements after the last full vector differently. So shards are cut where a vector ends, whatever the
-# vector width and element size.
+# A kernel may round differently in the elements after the last full vector. So shards are cut where a vector ends,
+# whatever the vector width and element size.
 CUT_ELEMS = 128
 ELEMENTWISE = {
     optim.SGD,

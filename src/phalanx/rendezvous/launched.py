@@ -297,7 +297,7 @@ class Notes:
 
 
 def _notes_in(text: str | bytes) -> list[tuple[str, Any]]:
-    """Return the notes, each with its kind; the methods that write a kind define its facts."""
+    """Return the kind and the content of each note; the methods that write notes show what each kind contains."""
     return [(kind, facts) for kind, facts in map(parse_json, text.splitlines())]
 
 

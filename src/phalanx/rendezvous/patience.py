@@ -9,7 +9,8 @@ import time
 from phalanx.rendezvous.asked import Asked
 
 _FIRST_S = 5.0
-_FIRST_LAUNCHED_S = 15.0  # later if our launcher starts all ranks, because it also ends all if one fails
+# The first line can wait longer if our launcher starts all ranks: if one fails, the launcher ends the others.
+_FIRST_LAUNCHED_S = 15.0
 _FACTOR = 3
 
 

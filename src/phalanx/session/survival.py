@@ -56,8 +56,8 @@ from phalanx.wire.rank_group import call_when_solo
 _T = TypeVar("_T")
 _CONNECT_S = 2.0
 _RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-_num_begun = 0  # number of survivors begun in this process
-_is_open = False  # whether a survivor is open
+_num_begun = 0  # number of outermost `Survivor` blocks that this process has entered
+_is_open = False  # whether this process is inside a `Survivor` block
 
 
 class _ToldToStop(RuntimeError):

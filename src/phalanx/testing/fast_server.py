@@ -1,8 +1,8 @@
 """The program of the fork server of `phalanx.testing.fast_ranks`: imports the packages that the tests use.
 
-Before each fork, the server checks for requests to import more modules. It reports which variables its imports have
-read. If an import has started a thread or initialized a device, neither of which survives a fork, the server reports
-the package and ends. Only the fork server imports this module.
+Before each fork, the server checks for requests to import more modules. It reports which environment variables its
+imports have read. If an import has started a thread or initialized a device, neither of which survives a fork, the
+server reports the package and ends. Only the fork server imports this module.
 """
 
 from __future__ import annotations

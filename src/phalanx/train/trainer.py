@@ -1,18 +1,18 @@
 """`Trainer`: the loop that trains one model on all ranks, and resumes where it was stopped.
 
 The path of a step: `Trainer.fit` -> `Feed.steps` -> `Stepper.backward` (forward and backward of this rank's parts,
-gradients averaged) -> `Consensus` (do the ranks obey a signal, stop, or differ?) -> `Stepper.optimize` -> `Snapshots`
--> log, `RunSaver`.
+gradients averaged) -> `Consensus` (has any rank seen a signal, a request to stop, or differing copies?) ->
+`Stepper.optimize` -> `Snapshots` -> log, `RunSaver`.
 
 **Mistakes are found before the first step** as far as they can be: `arguments` and `Settings` check in the constructor,
 so that a mistake, such as a class in place of an object, is an error on every rank; `resume/preflight` checks when
 `fit` begins.
 
-**If a rank dies,** its peers raise `RankFailed` and end at once. The supervisor starts the ranks anew from the standby
-process. They load the newest step of which every rank has a whole snapshot, and continue from there. Ranks that survive
-keep their process (`phalanx.session.survival`). An `_Attempt` holds everything that belongs to one group. The
-constructor makes the first one, and `fit` makes one for each new group, with the same collectives in the same order, so
-that the calls of kept and new processes match. `resume/relocation` says when that is impossible.
+**If a rank dies,** its peers raise `RankFailed`. A peer whose process can be kept waits inside `fit` for the next
+attempt (`phalanx.session.survival`). The others end, and the supervisor starts new processes from the standby process.
+Then all ranks load the newest step of which every rank has a whole snapshot. An `_Attempt` holds what belongs to one
+group. The constructor makes the first one, and `fit` makes one for each new group, with the same collectives in the
+same order, so that the calls of kept and new processes match. `resume/relocation` says when that is impossible.
 
 **Evaluation runs under** `no_grad`, not `inference_mode`: a model may keep a tensor that it made during an evaluation,
 such as a table of positions, and a tensor made in inference mode can never take part in training.

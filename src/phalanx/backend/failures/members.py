@@ -67,7 +67,7 @@ class Members:
         )
 
     def locate(self, failure: Failure) -> Failure:
-        """Return a failure of the core with the process and host of each rank added; the core knows neither."""
+        """Return a failure that the core reported, with each rank's process and host, which the core does not know."""
         sizes = failure.sizes
         return replace(
             failure,

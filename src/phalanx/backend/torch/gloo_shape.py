@@ -44,7 +44,7 @@ def _by_device(run: Any) -> Any:
 
 
 class GlooShaped(PhalanxBackend):
-    """The backend of a group that replaces Gloo, from torch 2.14 on.
+    """From torch 2.14 on, the backend of a group that takes Gloo's place.
 
     ``isinstance(backend, ProcessGroupGloo)`` is true. Gloo also accepts tensors on a GPU. Collectives of such tensors
     go to a real Gloo group, which all ranks create at the first of these collectives.

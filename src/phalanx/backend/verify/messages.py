@@ -73,7 +73,7 @@ class Messages:
         self._num_sent: dict[Stream, int] = {}
         self._num_received: dict[Stream, int] = {}
         self._posted: dict[int, list[Receipt]] = {}  # by tag: receives whose number is not known yet
-        self._told: dict[Stream, dict[int, torch.Tensor]] = {}  # by number: bytes for receives that wait later
+        self._told: dict[Stream, dict[int, torch.Tensor]] = {}  # by number: bytes read before their receive
         self._sending = threading.RLock()  # reentrant, like the other two: a signal handler may interrupt the holder
         self._lock = threading.RLock()
         self._receiving = threading.RLock()

@@ -110,7 +110,7 @@ class Pool:
             self._kept[:] = [entry for entry in self._kept if now_s <= entry[1] + KEPT_S]
 
     def _trim(self, most_bytes: int) -> None:
-        """Give back the blocks that have been unused for longest until no more than `most_bytes` are kept."""
+        """Give back blocks, those that have been unused for longest first, until at most `most_bytes` are kept."""
         while sum(size for size, _, _ in self._kept) > most_bytes:
             with contextlib.suppress(IndexError):
                 del self._kept[0]

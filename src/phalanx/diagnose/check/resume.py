@@ -62,7 +62,7 @@ def _run(
     """Run the job to its end, interrupting it after `step` if `interrupt` is given.
 
     Raises:
-        Failed: The job has ended with another code than `code`, or before it could be interrupted.
+        Failed: The job has ended with a code other than `code`, or before it could be interrupted.
     """
     environ = {**_env.environment(), _env.FOLDER_VARIABLE: folder, "PHALANX_LOG_DIR": os.path.join(folder, "logs")}
     command = [sys.executable, "-m", "phalanx", "run", *arguments]

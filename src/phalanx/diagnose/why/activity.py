@@ -1,11 +1,12 @@
 """The activity of one rank, read from its stacks, its black box and the kernel: facts without words.
 
 - **For how long** a thread has slept follows from the time at which the scheduler last ran it (``se.exec_start``),
-  which any user may read. A halt counts as a run, so this is a lower bound ("for at least") unless the rank's last
-  operation ended just before. If a thread polls or computes, this time is nearly zero, and the end of the last
-  operation in the rank's black box says more. The scheduler uses the clock of one CPU, which stops while a hypervisor
-  takes that CPU away. So the clocks of two CPUs can be seconds apart, and the asking thread moves for a moment to the
-  CPU on which the other thread last ran, to read that clock.
+  which any user may read. If a signal or a debugger interrupts the sleep, the scheduler counts the thread as having
+  run. The time found is then a lower bound ("for at least"), unless the rank's last operation ended just before the
+  sleep began. If a thread polls or computes, this time is nearly zero, and the end of the last operation in the rank's
+  black box says more. The scheduler uses the clock of one CPU, which stops while a hypervisor takes that CPU away. So
+  the clocks of two CPUs can be seconds apart, and the asking thread moves for a moment to the CPU on which the other
+  thread last ran, to read that clock.
 - **Which thread** of a rank trains is known from its black box, or from the stacks if the main thread only waits for
   another thread's end.
 - **A thread that sleeps with the GIL** is recognized by py-spy's flag and the thread's state. Locks, ``input()`` and
@@ -255,7 +256,8 @@ def _at_breakpoint(thread: Thread) -> Call | None:
     """Return the breakpoint at which a thread waits for the rank that has the debugger; None if there is none."""
     library, rest = _split(thread)
     waits = any(frame.file == "phalanx/debugging/breakpoints.py" and frame.name == "wait" for frame in library)
-    return Call(AT_BREAKPOINT, rest[0].site if rest else "") if waits else None  # it polls, so its duration is unknown
+    # Without `since_s`: the wait polls, so the thread's last sleep does not tell when the wait began.
+    return Call(AT_BREAKPOINT, rest[0].site if rest else "") if waits else None
 
 
 def _recorded(look: Look) -> Call | None:

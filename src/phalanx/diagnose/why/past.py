@@ -41,12 +41,12 @@ _OF_ALL = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"
 def evidence_of(run: Run) -> Evidence:
     """Return the evidence about a run: about the last of its attempts that left a record.
 
-    On several hosts, each launcher has its own folder, and a killed launcher saves nothing. So if the newest run has
-    left no record, the evidence is from a run whose folder is beside this one and that ran at the same time, if there
-    is one.
+    On several hosts, each launcher has its own folder for the job, and a launcher that is killed saves nothing in it.
+    So if `run` was chosen only because it is the newest, and has left no record, the evidence is taken from another
+    folder beside it, if a run there was active at the same time.
 
     Raises:
-        LookupError: The folder is not that of a run, or no rank was started.
+        LookupError: The folder holds no run, or no rank was started.
     """
     evidence = _evidence_in(run.folder)
     if evidence.has_record or not run.is_newest:

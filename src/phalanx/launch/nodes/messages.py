@@ -210,7 +210,10 @@ class Finish:
 
 @dataclasses.dataclass(frozen=True)
 class GiveUp:
-    """This node gives up the job, as it waited for `after_s`, another node refused it, or its agent failed (`why`)."""
+    """This node gives up the job for the reason `why`.
+
+    It has waited in vain for `after_s` seconds, another node has refused it (`is_refused`), or its agent has failed.
+    """
 
     why: str
     after_s: float | None = None

@@ -122,7 +122,7 @@ class LocalSize:
     def go_on(self, num_ranks: int) -> None:
         """Begin the next attempt with `num_ranks`, after an attempt that ended for a reason outside this node.
 
-        If MAX is being tried, the trial continues, unless MAX ranks have already made progress.
+        If MAX is being tried, the trial continues, unless it has succeeded: MAX ranks have already made progress.
         """
         is_trial, proven = self.is_trial, self._proven
         if self.has_progress and self.num_ranks == self._job.num_local_ranks:

@@ -86,7 +86,11 @@ class Signals:
         return self.received is not None
 
     def lose_reader(self) -> None:
-        """End as on SIGPIPE, so that ranks can save. After a signal, do nothing: Ctrl-C ends the reader, too."""
+        """End the job as if SIGPIPE had arrived: ranks get a SIGTERM, so they can save.
+
+        Do nothing if a signal is already ending the job. Ctrl-C also ends a reader in the same pipeline, and a second
+        request to end would kill the ranks at once.
+        """
         if not self.are_ending:
             self._events.note(signal.SIGPIPE)
 

@@ -104,8 +104,9 @@ class Sentinel:
         self._cycle: list[Entry] = []
         self._at, self._offset = 0, 0  # start of the next slice: index of the entry, and byte in its tensor
         self._cycle_bytes = 0
-        self._tensor_begun = step  # step of the look that compared the first piece of the tensor at `_at`
-        self._compared: dict[str, int] = {}  # tensors completed by the last look, each with the step of its first piece
+        self._tensor_begun = step  # step after which the first piece of the tensor at `_at` was compared
+        # Tensors whose last piece the last `look` has compared, with the step after which their first was compared.
+        self._compared: dict[str, int] = {}
         self._in_memory_order = True
         self._num_steps = 1  # number of steps between the last two looks
         self._adapted = step

@@ -239,10 +239,12 @@ class Identity:
 
 
 def differences(theirs: Facts, ours: Facts) -> dict[str, tuple[str, str]]:
-    """Return the facts that have changed, each with both texts. Facts that only one side has count only for the model.
+    """Return the facts that have changed, each with both texts.
 
-    The other side may come from a version of torch or of phalanx that records other facts, and another version of torch
-    may describe its modules differently.
+    If only one side has a fact, this is a change only if the fact describes the model: the other side may come from a
+    version of torch or of phalanx that records other facts. Modules are compared only if both sides have the same
+    version of torch, which may describe its modules differently in another version. Code is compared only under the
+    same version of Python.
     """
     has_modules = ours.get(_TORCH) == theirs.get(_TORCH, "")
     has_code = ours.get(_PYTHON) == theirs.get(_PYTHON, "")
@@ -339,7 +341,7 @@ def _form_of(tensor: Tensor) -> str:
 
 
 def _name_of(value: Any) -> str:
-    """Return the name of a function or a class, else of the value's class."""
+    """Return the name of a function or a class; for any other value, the name of its class."""
     return str(getattr(value, "__qualname__", None) or type(value).__qualname__)
 
 

@@ -32,7 +32,8 @@ _LEAST_GAIN = 1.05
 class DividedStep:
     """Steps an optimizer; every rank must call `step`, after the ranks have averaged the gradients.
 
-    The bits are the same whether steps are divided or not. The object is also the `Division` that the model's averaging
+    If it pays, a step is divided: each rank steps one part of the parameters and gets the other parts from the other
+    ranks. The parameters get the same bits either way. The object is also the `Division` that the model's averaging
     uses: if each rank steps only its part and nothing else reads the gradients, each rank needs only the means of that
     part.
 
