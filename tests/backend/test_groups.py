@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx import CollectiveTimeout
+from phalanx import CollectiveTimeout, PhalanxError
 from phalanx._torch import version
 from phalanx.testing import await_release, reached
 from tests.backend._calls import CALLS, Call, check_equal, gloo_group
@@ -30,6 +30,20 @@ def holdings():
     with open("/proc/self/maps") as maps:
         segments = sum("phalanx" in line or "memfd" in line for line in maps)
     return len(os.listdir("/proc/self/fd")), segments, len(os.listdir("/proc/self/task"))
+
+
+def refuse_groups(rank, world_size):
+    """Make groups whose ranks disagree; return how much larger the memory of the world has become."""
+    before = dist.group.WORLD._operations.memory_stats()["segment_bytes_mapped"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_ONE_SHOT_BYTES", str(1024 << rank))
+        for _ in range(3):
+            with pytest.raises(PhalanxError, match="the ranks run different values of PHALANX_ONE_SHOT_BYTES"):
+                dist.new_group(backend="phalanx")
+    dist.barrier()
+    after = dist.group.WORLD._operations.memory_stats()["segment_bytes_mapped"]
+    assert total(dist.new_group(backend="phalanx")) == sum(range(world_size))
+    return after - before
 
 
 def use_every_subset(rank, world_size):
@@ -232,6 +246,10 @@ def test_every_subset_of_the_ranks_is_a_group_at_the_same_time(run_ranks, world_
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_reversed_group_numbers_its_ranks_as_gloo_does(run_ranks, world_size):
     run_ranks(use_a_reversed_group, world_size)
+
+
+def test_groups_that_are_refused_take_no_memory(run_ranks):
+    assert run_ranks(refuse_groups, 3) == [0, 0, 0]
 
 
 def test_subgroups_by_size_and_by_enumeration(run_ranks):

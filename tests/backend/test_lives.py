@@ -27,6 +27,7 @@ from phalanx.rendezvous.asked import read_url
 from phalanx.rendezvous.launched import Launch
 from phalanx.wire.messages import as_facts
 from phalanx.wire.store import JsonStore
+from phalanx.wire.waiting import wait_until
 from tests.ports import free_port
 
 LIMIT_S = 60
@@ -95,7 +96,7 @@ def say_and_hear(store, size, act=lambda meeting: None):
         try:
             with meeting.joining():
                 act(meeting)
-                hellos, _ = meeting.gather({**_hello(read_settings()), "host": f"life of {meeting.token}"})
+                hellos, _ = meeting.gather({**_hello(read_settings(), {}), "host": f"life of {meeting.token}"})
                 heard[rank] = [meeting.life, *(hello["host"] for hello in hellos)]
         except PhalanxError as error:
             heard[rank] = error
@@ -111,7 +112,7 @@ def say_and_hear(store, size, act=lambda meeting: None):
 def leave_a_life(store, size, process):
     """Leave in a store what ranks that were killed in a meeting have written, each at its furthest."""
     say_and_hear(store, size)
-    hello = {**_hello(read_settings()), "token": "life-dead", "process": process}
+    hello = {**_hello(read_settings(), {}), "token": "life-dead", "process": process}
     hellos = [
         {**hello, "token": "life-dead" if rank == 0 else f"life-{rank}", "answers": "life-dead"} for rank in range(size)
     ]
@@ -129,6 +130,54 @@ def leave_a_life(store, size, process):
         store.set(key, json.dumps(value))
     for rank in range(size):  # and a group of Gloo's
         store.set(f"0/{rank}", "an address")
+
+
+class LateStore:
+    """A store that takes the first value of a key, and replies only when told to."""
+
+    def __init__(self, store, key):
+        self.store, self.key = store, key
+        self.may_reply = threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def set(self, key, value):
+        self.store.set(key, value)
+        if key == self.key:
+            assert self.may_reply.wait(LIMIT_S)
+
+
+@pytest.mark.parametrize("is_answer", [True, False], ids=["answer", "first word"])
+def test_a_hello_whose_delivery_is_confirmed_late_counts(is_answer):
+    """Otherwise the rank would say hello again, without an answer, when rank 0 no longer looks for hellos."""
+    store = dist.HashStore()
+    late = LateStore(store, "hello/1")
+    json_store = JsonStore(late)
+    json_store.answer_s = 0.05
+    meetings = [
+        Meeting(one, rank, 2, "default", [0, 1], LIMIT_S, time.monotonic() + LIMIT_S)
+        for rank, one in enumerate((JsonStore(store), json_store))
+    ]
+    heard = {}
+
+    def meet(rank):
+        heard[rank], _ = meetings[rank].gather(_hello(read_settings(), {}))
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
+    first, second = threads if is_answer else threads[::-1]
+    first.start()
+    wait_until(lambda: store.check([f"hello/{int(not is_answer)}"]) or None, time.monotonic() + LIMIT_S)
+    second.start()
+    if is_answer:  # rank 0 has all hellos and is gone before rank 1 hears that its own was delivered
+        threads[0].join()
+    wait_until(lambda: json_store.is_silent or None, time.monotonic() + LIMIT_S)
+    late.may_reply.set()
+    for thread in threads:
+        thread.join()
+    assert [[hello["token"] for hello in heard[rank]] for rank in (0, 1)] == [[m.token for m in meetings]] * 2
+    for meeting in meetings:
+        meeting.store.close()
 
 
 @pytest.mark.parametrize("is_alive", [False, True], ids=["killed", "alive"])
@@ -264,7 +313,6 @@ def test_ranks_that_do_not_come_are_told_soon_and_then_ever_more_seldom(monkeypa
     monkeypatch.setattr("phalanx.backend.hosts.meeting.report_stall", lambda failure, _: told.append(failure.ranks))
     meeting = Meeting(JsonStore(dist.HashStore()), 0, 2, "default", [0, 1], 900.0, time.monotonic() + 900, stall_s=10.0)
     meeting._hello = {"token": meeting.token}
-    meeting._say_hello(meeting.token)
     num_told = []
     for waited_s in (5, 15, 30, 50, 80, 110):  # due after 10, 40 and 100 s
         meeting._begin_s = time.monotonic() - waited_s

@@ -9,6 +9,7 @@ that may still shrink, is refused before it is touched.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import time
 import weakref
@@ -117,9 +118,10 @@ def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment, int
         raise ValueError(
             f"{variable_of('verify')}={settings.verify} needs Gloo, which this torch is built without; unset it"
         )
-    segments = dict(_segments)  # keeps the segments that the hello names until this rank has joined
-    hellos, place = meeting.gather(_hello(settings), _place)
-    _check(hellos, meeting)
+    segments = _kept_segments()
+    hellos, place = meeting.gather(_hello(settings, segments), functools.partial(_place, segments, meeting))
+    if refusal := _disagreement(hellos, meeting):
+        raise refusal
     hosts = _hosts_by_word(hellos)
     here = next(ranks for ranks in hosts if rank in ranks)
     for r in here:
@@ -127,7 +129,7 @@ def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment, int
             meeting.watch(r, hellos[r]["process"])
     meeting.processes = {global_ranks[r]: hellos[r]["process"] for r in here}
     if place is not None:
-        segment, offset = segments[place["nonce"]], place["offset"]
+        segment, offset = _placed(meeting, segments, place), place["offset"]
     else:
         segment, offset, hosts = _map_segment(meeting, hellos, hosts)
         here = next(ranks for ranks in hosts if rank in ranks)
@@ -165,13 +167,19 @@ def whoami(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _hello(settings: Settings) -> dict[str, Any]:
+def _kept_segments() -> dict[str, _core.Segment]:
+    """Return the segments that this process maps, by nonce; the references keep them when other threads drop groups."""
+    segments = [reference() for reference in _segments.valuerefs()]
+    return {segment.nonce: segment for segment in segments if segment is not None}
+
+
+def _hello(settings: Settings, segments: Mapping[str, _core.Segment]) -> dict[str, Any]:
     hello = {
         **whoami(settings),
         "pid": os.getpid(),
         "bridge": settings.bridge,
         "verify": settings.verify,
-        "segments": sorted(_segments),
+        "segments": sorted(segments),
         "groups": _torch.world.group_count,
         **{name: getattr(settings, name) for name in _AGREED},
     }
@@ -182,16 +190,19 @@ def _hello(settings: Settings) -> dict[str, Any]:
     return hello
 
 
-def _check(hellos: list[dict[str, Any]], meeting: Meeting) -> None:
+def _disagreement(hellos: list[dict[str, Any]], meeting: Meeting) -> PhalanxError | None:
+    """Return the error if the ranks do not agree on what must be the same on all of them."""
     whats = {"phalanx": "versions of phalanx", "torch": "versions of torch", "bridge": "bridges"}
-    for fact, what in (whats | {name: f"values of {variable_of(name)}" for name in (*_AGREED, "verify")}).items():
+    whats |= {name: f"values of {variable_of(name)}" for name in (*_AGREED, "verify")}
+    for fact, what in whats.items():
         said = [hello[fact] for hello in hellos]
         if len(set(said)) > 1:
             firsts = {one or "none": meeting.global_ranks[said.index(one)] for one in sorted(set(said))}
             told = ", ".join(f"{one} on rank {rank}" for one, rank in firsts.items())
-            raise meeting.refusal(
+            return meeting.refusal(
                 f"the ranks run different {what}: {told}. Use the same on every rank.", entry="different-versions"
             )
+    return None
 
 
 def _hosts_by_word(hellos: list[dict[str, Any]]) -> list[list[int]]:
@@ -202,13 +213,26 @@ def _hosts_by_word(hellos: list[dict[str, Any]]) -> list[list[int]]:
     return list(hosts.values())
 
 
-def _place(hellos: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """If all ranks are on one host and map a common segment, allocate the group in it; return where, else None."""
+def _place(
+    segments: Mapping[str, _core.Segment], meeting: Meeting, hellos: list[dict[str, Any]]
+) -> dict[str, Any] | None:
+    """On rank 0: if all ranks are on one host, map a common segment and agree, allocate the group; return its place."""
     shared = _shared(hellos) if len(_hosts_by_word(hellos)) == 1 else set()
-    if not shared:
+    if not shared or _disagreement(hellos, meeting):  # no rank would join the group, and so none would free its memory
         return None
     nonce = min(shared)
-    return {"nonce": nonce, "offset": _segments[nonce].create_group(len(hellos))}
+    return {"nonce": nonce, "offset": segments[nonce].create_group(len(hellos))}
+
+
+def _placed(meeting: Meeting, segments: Mapping[str, _core.Segment], place: dict[str, Any]) -> _core.Segment:
+    """Return the segment in which rank 0 has placed the group."""
+    if place["nonce"] not in segments:
+        raise meeting.refusal(
+            f"rank {meeting.global_ranks[0]} placed the group in a segment that this rank does not map. Let nothing "
+            "else write to the job's store.",
+            entry="store-lost",
+        )
+    return segments[place["nonce"]]
 
 
 def _shared(hellos: list[dict[str, Any]]) -> set[str]:

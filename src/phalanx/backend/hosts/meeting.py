@@ -72,6 +72,7 @@ _HELLO = {
     "phalanx": str,
     "torch": str,
     "bridge": str,
+    "verify": str,
     "segments": [str],
     "groups": _natural,
     "one_shot_bytes": int,
@@ -81,7 +82,7 @@ _PLACE = {"nonce": str, "offset": _natural}
 _TAKEN_BACK = "null"  # replaces a hello; not removed, because a rank that has just found its key would wait for a value
 _SHAPES: dict[str, Shape] = {
     "hello": _HELLO,
-    "came": {"hellos": [_HELLO], "place": lambda told: told and read_value(told, _PLACE)},
+    "came": {"hellos": [_HELLO], "place": lambda told: None if told is None else read_value(told, _PLACE)},
     "offer": {"nonce": str, "socket": str},
     "placed": {"offset": _natural, "ranks": [int]},
     "mailbox": (str, int, str),
@@ -174,6 +175,7 @@ class Meeting:
     token: str = field(default_factory=lambda: f"life-{os.urandom(8).hex()}")
     life: str = ""
     _hello: dict[str, Any] = field(default_factory=dict)
+    _has_said_hello: bool = False
     _answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     _tokens: list[str] = field(default_factory=list)
     _suspects: set[int] = field(default_factory=set)
@@ -227,7 +229,8 @@ class Meeting:
         self._hello = {**hello, "token": self.token, "answers": ""}
         first = self.global_ranks[0]
         if self.rank == 0:
-            self._say_hello(self.token)
+            self._hello["answers"] = self.token
+            self.set("hello/0", self._hello)
             hellos = [self._hello]
             for r, other in enumerate(self.global_ranks[1:], 1):
                 hellos.append(self._wait(functools.partial(self._answer_of, r), f"rank {other} did not answer"))
@@ -241,17 +244,11 @@ class Meeting:
             self.ask(publish)
             self.life = self.token
         else:
-            if not self._ask(self._answer):
-                self._say_hello("")
-                self._wait(self._answer, f"rank {first} did not answer")
+            self._wait(self._answer, f"rank {first} did not answer")
             came = self._wait(self._named, f"rank {first} did not say who came")
             self.life = self._hello["answers"]
         self._tokens = [hello["token"] for hello in came["hellos"]]
         return came["hellos"], came["place"]
-
-    def _say_hello(self, answers: str) -> None:
-        self._hello["answers"] = answers
-        self.set(f"hello/{self.rank}", self._hello)
 
     def _hello_of(self, rank: int) -> dict[str, Any] | None:
         """Return the hello under a rank's number, perhaps from an earlier life; None if there is no valid one."""
@@ -272,19 +269,22 @@ class Meeting:
         return self._answers.get(rank)
 
     def _answer(self) -> bool | None:
-        """Answer the token of the present rank 0 if that token is new; return True once any token has been answered."""
-        before = self._hello["answers"]
+        """Say hello, as the answer to the token of the present rank 0; return True once any token has been answered.
 
-        def answer(store: dist.Store) -> str:
+        The store's thread notes what it says: if its reply is late, the next call must not say anything else.
+        """
+
+        def answer(store: dist.Store) -> bool:
+            first, before = "", self._hello["answers"]
             with contextlib.suppress(GarbledError):
-                first: str = understand(store.get("hello/0"), _TOKENS)["token"] if store.check(["hello/0"]) else ""
-                if first not in ("", before):
-                    store.set(f"hello/{self.rank}", json.dumps({**self._hello, "answers": first}))
-                    return first
-            return str(before)
+                first = understand(store.get("hello/0"), _TOKENS)["token"] if store.check(["hello/0"]) else ""
+            if not self._has_said_hello or first not in ("", before):
+                self._hello["answers"] = first or before
+                self._has_said_hello = True
+                store.set(f"hello/{self.rank}", json.dumps(self._hello))
+            return bool(self._hello["answers"])
 
-        self._hello["answers"] = self.store.ask(answer)
-        return bool(self._hello["answers"]) or None
+        return self.store.ask(answer) or None
 
     def _named(self) -> dict[str, Any] | None:
         """Return the list that rank 0 writes once all ranks have arrived; None while no list names this rank."""
