@@ -179,7 +179,7 @@ def run_refused(folder, *flags, environ=None):
         (("--nproc-per-node", "0:2"), {}, "got '0:2'"),
         (("--nproc-per-node", "1:two"), {}, "got '1:two'"),
         ((), {"PET_NPROC_PER_NODE": "auto:2"}, "PET_NPROC_PER_NODE must be"),
-        (("--nproc-per-node", "9999:cpu"), {}, "9999:cpu, and cpu is "),
+        (("--nproc-per-node", "9999:cpu"), {}, "9999:cpu, but cpu means "),
         (("--regrow-after", "-1"), {}, "--regrow-after must be seconds of at least 0"),
     ],
 )
