@@ -196,7 +196,9 @@ def check_metrics(metrics: Any) -> dict[str, Any]:
         if not isinstance(name, str):
             raise _wrong("a name in metrics", "a text", name, _METRICS)
         if name == "loss":
-            raise ValueError("Trainer: metrics has a 'loss', which is the name of the loss: give the metric another name")
+            raise ValueError(
+                "Trainer: metrics has a 'loss', but that is the loss's own name: give the metric another name"
+            )
         refuse_reserved([name])
         _refuse_class(f"metrics[{name!r}]", metric, "{}()")
         if not has_state(metric):
