@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from phalanx import CollectiveTimeout, PhalanxError
 from phalanx._torch import version
 from phalanx.testing import await_release, reached
+from phalanx.wire.waiting import wait_until
 from tests.backend._calls import CALLS, Call, check_equal, gloo_group
 
 pytestmark = pytest.mark.kept_ranks
@@ -44,6 +46,12 @@ def refuse_groups(rank, world_size):
     after = dist.group.WORLD._operations.memory_stats()["segment_bytes_mapped"]
     assert total(dist.new_group(backend="phalanx")) == sum(range(world_size))
     return after - before
+
+
+def holdings_later(before):
+    """Return what this process holds once that is as before: a thread that has ended is listed for some ms longer."""
+    wait_until(lambda: holdings() == before or None, time.monotonic() + 10)
+    return holdings()
 
 
 def use_every_subset(rank, world_size):
@@ -112,7 +120,7 @@ def make_and_destroy_subgroups(rank, world_size):
         dist.destroy_process_group(whole)
         if turn == 2:
             before = holdings()
-    after = holdings()
+    after = holdings_later(before)
     assert total() == sum(range(world_size))
     return before, after
 
@@ -133,7 +141,7 @@ def init_again_and_again(rank, world_size, folder, turns):
         del group, works, work
         if turn == 4:
             before = holdings()
-    return before, holdings()
+    return before, holdings_later(before)
 
 
 def init_by_url(rank, world_size, url):
