@@ -185,6 +185,19 @@ def test_a_port_of_another_program_is_named_on_rank_0_with_what_to_set(run_ranks
     assert "is taken by another program. Set MASTER_PORT to a free one, the same on every rank" in error
 
 
+def test_a_port_of_a_program_that_never_answers_ends_no_wait_late(run_ranks):
+    """torch's own timeout does not end the wait for such a program's answer."""
+    short = {"timeout": timedelta(seconds=1)}
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        point = f"127.0.0.1:{stranger.getsockname()[1]}"
+        url = f"tcp://{point}"
+        (first,) = errors_of(run_ranks, numbers(0, 2, init_method=url), by_hand=True)
+        (second,) = errors_of(run_ranks, numbers(1, 2, init_method=url, **short), by_hand=True)
+    assert "is taken by another program. Set MASTER_PORT to a free one, the same on every rank" in first
+    assert f"timed out after 1 s waiting for the store at {point} to answer" in second
+    assert "Check that MASTER_ADDR is rank 0's own host, and that nothing else listens on MASTER_PORT" in second
+
+
 def test_what_a_rank_serves_itself_is_no_other_program_however_late_it_answers():
     with socket.create_server(("127.0.0.1", 0)) as served, socket.create_connection(served.getsockname()) as asks:
         assert server._listens(served.getsockname()[1])

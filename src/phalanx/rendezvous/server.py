@@ -20,7 +20,8 @@ from phalanx.rendezvous.asked import Asked
 from phalanx.rendezvous.deadlines import CONNECT_S, FOLDER_S, NOTE_S, RIVAL_S
 from phalanx.rendezvous.launched import Launch
 from phalanx.rendezvous.patience import Patience
-from phalanx.wire.waiting import wait_until
+from phalanx.wire.store import connect_within
+from phalanx.wire.waiting import StoreSilentError, wait_until
 
 _FIRST_PAUSE_S, _PAUSE_S = 0.002, 0.1
 
@@ -47,16 +48,26 @@ def open_store(asked: Asked, patience: Patience) -> dist.Store:
         f"the store at {asked.point} to answer",
         "Check that MASTER_ADDR is rank 0's own host, and that nothing else listens on MASTER_PORT",
     )
-    return dist.TCPStore(
-        asked.host,
-        asked.port,
-        asked.world_size,
-        is_master=serves,
-        timeout=timedelta(seconds=patience.left_s),
-        wait_for_workers=False,
-        multi_tenant=not asked.is_served,
-        use_libuv=asked.use_libuv,
-    )
+
+    def connect() -> dist.Store:
+        return dist.TCPStore(
+            asked.host,
+            asked.port,
+            asked.world_size,
+            is_master=serves,
+            timeout=timedelta(seconds=patience.left_s),
+            wait_for_workers=False,
+            multi_tenant=not asked.is_served,
+            use_libuv=asked.use_libuv,
+        )
+
+    if serves:
+        return connect()
+    try:  # torch's timeout does not end the wait for a listener that accepts and never answers
+        return connect_within(patience.left_s, connect, lambda: _check_patience(asked, patience))
+    except StoreSilentError:
+        _check_patience(asked, patience)
+        raise
 
 
 def _refuse_stranger(asked: Asked) -> None:
@@ -99,15 +110,14 @@ def _listens(port: int) -> bool:
 
 
 def store_of_another(asked: Asked) -> dist.Store | None:
-    """Return the store that is already served on rank 0's port; None if the listener is not a store."""
-    with contextlib.suppress(dist.DistError):
-        return dist.TCPStore(
-            asked.host,
-            asked.port,
-            is_master=False,
-            timeout=timedelta(seconds=RIVAL_S),
-            wait_for_workers=False,
-        )
+    """Return the store that is already served on rank 0's port; None if no store answers there."""
+
+    def connect() -> dist.Store:
+        timeout = timedelta(seconds=RIVAL_S)
+        return dist.TCPStore(asked.host, asked.port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+    with contextlib.suppress(dist.DistError, StoreSilentError):
+        return connect_within(RIVAL_S, connect)
     return None
 
 
