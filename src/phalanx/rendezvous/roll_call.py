@@ -208,12 +208,11 @@ class RollCall:
 
     def _call(self) -> str | None:
         """On rank 0: once all ranks have arrived, send each rank the prefix and return it; None before that."""
-        texts = [text for text in self._store.get_all(self._keys) if text is not None]
-        if len(texts) < self._asked.world_size:
-            return None
         try:
-            records = [understand(text, _RECORD) for text in texts]
+            records = [understand(text, _RECORD) for text in self._store.get_all(self._keys)]
         except GarbledError:
+            return None
+        if not records:
             return None
         self._compare(records)
         prefix = f"phalanx-{self._mine['token']}"

@@ -96,10 +96,9 @@ class JsonStore:
         said = self.ask(lambda store: store.get(key) if store.check([key]) else None)
         return None if said is None else understand(said, shape)
 
-    def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the unparsed values of all keys, read in one request; if a key has no value, return None for each."""
-        texts: list[bytes | None] | None = self.ask(lambda store: _get_all(store, [*keys]))
-        return [None] * len(keys) if texts is None else texts
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the unparsed values of all keys, read in one request; an empty list if a key has no value."""
+        return self.ask(lambda store: _get_all(store, [*keys]))
 
     def has(self, *keys: str) -> bool:
         """Whether all keys have values."""
@@ -148,9 +147,9 @@ class JsonStore:
         return result
 
 
-def _get_all(store: Any, keys: list[str]) -> Any:
+def _get_all(store: Any, keys: list[str]) -> list[bytes]:
     if not store.check(keys):
-        return None
+        return []
     return store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
 
 

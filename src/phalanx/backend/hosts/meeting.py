@@ -260,10 +260,10 @@ class Meeting:
     def _answer_of(self, rank: int) -> dict[str, Any] | None:
         """On rank 0: return a rank's hello if it answers this rank's token. Each look reads the hellos of all ranks."""
         if rank not in self._answers:
-            others = range(1, self.size)
-            for other, text in zip(others, self.store.get_all([f"hello/{r}" for r in others]), strict=True):
+            texts = self.store.get_all([f"hello/{r}" for r in range(1, self.size)])
+            for other, text in enumerate(texts, 1):
                 with contextlib.suppress(GarbledError):
-                    told = understand(text or _TAKEN_BACK, _TOKENS)
+                    told = understand(text, _TOKENS)
                     if told["answers"] == self.token:
                         self._answers[other] = self._understood(f"hello/{other}", told, _HELLO)
         return self._answers.get(rank)
