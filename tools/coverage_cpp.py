@@ -1,0 +1,208 @@
+"""Runs tests on an instrumented core, and prints which lines and branches of ``csrc`` they have executed.
+
+The core is built with clang's source coverage in a virtual environment of its own, ``build/coverage/venv``, which finds
+every other package in the present one. Every process that a test starts by ``sys.executable`` or by a command beside it
+therefore loads the instrumented core, whatever environment variables it is given.
+
+The counters are a file that each process maps as shared memory ("continuous mode"): a count is in the file once it is
+made. Ranks that are forked, leave by ``os._exit`` or are killed by SIGKILL count like all others. gcc's counters are
+private memory that ``exit`` writes; the core would need hooks for each of those ends, and SIGKILL has none.
+
+Lines of templates and of the kernels, which are compiled once per type or instruction set, count as executed if one of
+these copies was. A branch is one outcome, true or false, of a condition. clang counts blocks: if a call throws, or the
+process dies in it, the lines after it in the same block count as executed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+KEPT = REPOSITORY / "build" / "coverage"
+_PYTHON = KEPT / "venv" / "bin" / "python"
+_COUNTERS = KEPT / "core.profraw"
+_LANE = "not (cluster or slow or integrations or wheels or site)"
+_CLANGS = ("clang++", *(f"clang++-{version}" for version in range(24, 17, -1)))
+# Counts go to memory at once: the optimizer would keep those of a loop in registers until the loop ends.
+# Atomic, because clang derives one outcome of a condition from the other: a lost count would invent or hide it.
+_FLAGS = (
+    "-fcoverage-mapping -fprofile-update=atomic -mllvm -runtime-counter-relocation -mllvm -do-counter-promotion=false"
+)
+
+
+@dataclass
+class Covered:
+    """What tests have executed of one source file.
+
+    Attributes:
+        lines: How often each line with code was executed.
+        branches: How often each outcome of a condition was taken, as (line, column, outcome).
+    """
+
+    lines: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    branches: dict[tuple[int, int, str], int] = field(default_factory=lambda: defaultdict(int))
+
+    def missed(self) -> list[int]:
+        """Return the lines that were never executed, in order."""
+        return sorted(line for line, times in self.lines.items() if not times)
+
+    def numbers(self) -> tuple[int, int, int, int]:
+        """Return the numbers of lines, of executed ones, of branches and of taken ones."""
+        lines, branches = self.lines.values(), self.branches.values()
+        return len(lines), sum(map(bool, lines)), len(branches), sum(map(bool, branches))
+
+
+def flags(counters: Path) -> str:
+    """Return the compiler's options for code that counts in a file, also if its process is killed."""
+    return f"-fprofile-instr-generate={counters.parent}/%c{counters.name} {_FLAGS}"
+
+
+def find_clang() -> Path | None:
+    """Return a clang that counts in mapped files on Linux, None if there is none."""
+    found = next(filter(None, map(shutil.which, [os.environ.get("CLANG", ""), *_CLANGS])), None)
+    return Path(found) if found else None
+
+
+def build() -> Path:
+    """Bring the environment and its core up to date; return the clang that has built it.
+
+    Raises:
+        SystemExit: There is no clang of version 18 or later, or the build fails.
+    """
+    clang = find_clang()
+    if clang is None:
+        sys.exit(
+            "clang++ is missing: apt-get install clang-19 llvm-19 libclang-rt-19-dev, or set CLANG to one from 18 on"
+        )
+    if not _PYTHON.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", KEPT / "venv"], check=True)
+        (library,) = (KEPT / "venv" / "lib").glob("python*/site-packages")
+        (library / "beside.pth").write_text(sysconfig.get_path("purelib"))
+    _adopt_commands(Path(sys.executable).parent)
+    pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-build-isolation", "--no-deps"]
+    settings = [f"build-dir={KEPT}/core", "install.strip=false", f"cmake.define.CMAKE_CXX_FLAGS={flags(_COUNTERS)}"]
+    options = [part for setting in settings for part in ("-C", setting)]
+    environ = {
+        **os.environ,
+        "CXX": str(clang),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    if code := subprocess.run([_PYTHON, *pip, *options, "--editable", REPOSITORY], env=environ, check=False).returncode:
+        sys.exit(f"the instrumented core was not built: pip ended with {code}")
+    return clang
+
+
+def _adopt_commands(folder: Path) -> None:
+    """Copy the commands of the present environment, such as torchrun, for the instrumented one's Python."""
+    for path in folder.iterdir():
+        to = _PYTHON.with_name(path.name)
+        if to.exists() or not path.is_file():
+            continue
+        content = path.read_bytes()
+        if re.match(rb"#!\S*/bin/python[\d.]*\n", content):
+            to.write_bytes(b"#!%s\n" % bytes(_PYTHON) + content.partition(b"\n")[2])
+            to.chmod(0o755)
+        else:
+            to.symlink_to(path)
+
+
+def run(tests: Sequence[str]) -> int:
+    """Run tests on the instrumented core, which adds to the counters; return the exit code of pytest."""
+    subprocess.run([_PYTHON, "-c", "import phalanx._core"], check=True)
+    _COUNTERS.chmod(0o666)  # tests run ranks as other users, too
+    return subprocess.run(
+        [_PYTHON, "-m", "pytest", "-p", "no:cacheprovider", *tests], cwd=REPOSITORY, check=False
+    ).returncode
+
+
+def covered(clang: Path) -> dict[str, Covered]:
+    """Return what the tests since the last ``--fresh`` have executed, by path below the repository."""
+    (core,) = (KEPT / "venv" / "lib").glob("python*/site-packages/phalanx/_core*.so")
+    return read(clang, core, _COUNTERS, REPOSITORY / "csrc")
+
+
+def read(clang: Path, binary: Path, counters: Path, folder: Path) -> dict[str, Covered]:
+    """Return what the counters of a binary say of the sources in a folder, by path beside the folder."""
+    profdata, cov = (
+        subprocess.run([clang, f"--print-prog-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
+        for name in ("llvm-profdata", "llvm-cov")
+    )
+    profile = counters.with_suffix(".profdata")
+    subprocess.run([profdata, "merge", "-sparse", counters, "-o", profile], check=True)
+    files: dict[str, Covered] = defaultdict(Covered)
+
+    def export(form: str) -> str:
+        command = [cov, "export", f"-format={form}", f"-instr-profile={profile}", binary, folder]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    # Each form lacks something: the first does not tell copies of a branch apart, the second does not have lines.
+    for record in export("lcov").splitlines():
+        kind, _, facts = record.partition(":")
+        if kind == "SF":
+            file = files[facts]
+        elif kind == "DA":
+            line, times = facts.split(",")[:2]
+            file.lines[int(line)] += int(times)
+    for one in json.loads(export("text"))["data"][0]["files"]:
+        for line, column, _, _, true, false, *_ in one["branches"]:
+            files[one["filename"]].branches[line, column, "true"] += true
+            files[one["filename"]].branches[line, column, "false"] += false
+    return {os.path.relpath(path, folder.parent): file for path, file in files.items()}
+
+
+def ranges(lines: Sequence[int]) -> Iterator[str]:
+    """Yield lines in words, neighbours as one range: 3, 7-9."""
+    begin = None
+    for line, then in zip(lines, [*lines[1:], None], strict=True):
+        begin = begin or line
+        if then != line + 1:
+            yield f"{begin}-{line}" if begin < line else f"{line}"
+            begin = None
+
+
+def show(files: dict[str, Covered], missed: bool) -> None:
+    """Print the table, and the lines never executed if they are wanted."""
+    print(f"{'file':40}{'lines':>8}{'executed':>10}{'':7}{'branches':>10}{'taken':>8}")
+    rows = {path: file.numbers() for path, file in sorted(files.items())}
+    for path, row in [*rows.items(), ("all", tuple(map(sum, zip(*rows.values(), strict=True))))]:
+        lines, executed, branches, taken = row
+        print(f"{path:40}{lines:8}{executed:10}{executed / lines:7.1%}{branches:10}{taken:8}")
+    for path, file in sorted(files.items()):
+        if missed and file.missed():
+            print(f"\n{path}: {', '.join(ranges(file.missed()))}")
+            text = (REPOSITORY / path).read_text().splitlines()
+            for line in file.missed():
+                print(f"{line:6} {text[line - 1]}")
+
+
+def main() -> None:
+    """Build, run the tests if any are named, and print the table; exit as pytest does."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "tests", nargs="*", help="files or folders of tests; none: show what earlier runs have executed"
+    )
+    parser.add_argument("--fresh", action="store_true", help="forget what earlier runs have executed")
+    parser.add_argument("--missed", action="store_true", help="list the lines that were never executed")
+    parser.add_argument("-n", default="0", help="number of processes that run tests")
+    given = parser.parse_args()
+    clang = build()
+    if given.fresh:
+        _COUNTERS.unlink(missing_ok=True)
+    code = run(["-n", given.n, "--dist", "loadfile", "-m", _LANE, *given.tests]) if given.tests else 0
+    show(covered(clang), given.missed)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
