@@ -93,14 +93,19 @@ def build() -> Path:
     pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-build-isolation", "--no-deps"]
     settings = [f"build-dir={KEPT}/core", "install.strip=false", f"cmake.define.CMAKE_CXX_FLAGS={flags(_COUNTERS)}"]
     options = [part for setting in settings for part in ("-C", setting)]
-    environ = {
-        **os.environ,
-        "CXX": str(clang),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }
-    if code := subprocess.run([_PYTHON, *pip, *options, "--editable", REPOSITORY], env=environ, check=False).returncode:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    before = [core.read_bytes() for core in _cores()]
+    command = [_PYTHON, *pip, *options, "--editable", REPOSITORY]
+    if code := subprocess.run(command, env={**os.environ, "CXX": str(clang), "PATH": path}, check=False).returncode:
         sys.exit(f"the instrumented core was not built: pip ended with {code}")
+    if before != [core.read_bytes() for core in _cores()]:
+        _COUNTERS.unlink(missing_ok=True)  # they are of another core
     return clang
+
+
+def _cores() -> list[Path]:
+    """Return the file of the instrumented core; none before it is built."""
+    return list(KEPT.glob("venv/lib/python*/site-packages/phalanx/_core*.so"))
 
 
 def _adopt_commands(folder: Path) -> None:
@@ -119,16 +124,14 @@ def _adopt_commands(folder: Path) -> None:
 
 def run(tests: Sequence[str]) -> int:
     """Run tests on the instrumented core, which adds to the counters; return the exit code of pytest."""
-    subprocess.run([_PYTHON, "-c", "import phalanx._core"], check=True)
-    _COUNTERS.chmod(0o666)  # tests run ranks as other users, too
     return subprocess.run(
         [_PYTHON, "-m", "pytest", "-p", "no:cacheprovider", *tests], cwd=REPOSITORY, check=False
     ).returncode
 
 
 def covered(clang: Path) -> dict[str, Covered]:
-    """Return what the tests since the last ``--fresh`` have executed, by path below the repository."""
-    (core,) = (KEPT / "venv" / "lib").glob("python*/site-packages/phalanx/_core*.so")
+    """Return what the tests since the last build or ``--fresh`` have executed, by path below the repository."""
+    (core,) = _cores()
     return read(clang, core, _COUNTERS, REPOSITORY / "csrc")
 
 
@@ -189,16 +192,20 @@ def show(files: dict[str, Covered], missed: bool) -> None:
 def main() -> None:
     """Build, run the tests if any are named, and print the table; exit as pytest does."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tests", nargs="*", help="files or folders of tests (default: show what has been executed)")
     parser.add_argument(
-        "tests", nargs="*", help="files or folders of tests; none: show what earlier runs have executed"
+        "--fresh",
+        action="store_true",
+        help="forget what has been executed; otherwise the runs since the last change of csrc add up",
     )
-    parser.add_argument("--fresh", action="store_true", help="forget what earlier runs have executed")
     parser.add_argument("--missed", action="store_true", help="list the lines that were never executed")
     parser.add_argument("-n", default="0", help="number of processes that run tests")
     given = parser.parse_args()
     clang = build()
     if given.fresh:
         _COUNTERS.unlink(missing_ok=True)
+    subprocess.run([_PYTHON, "-c", "import phalanx._core"], check=True)  # makes the file if there is none
+    _COUNTERS.chmod(0o666)  # tests run ranks as other users, too
     code = run(["-n", given.n, "--dist", "loadfile", "-m", _LANE, *given.tests]) if given.tests else 0
     show(covered(clang), given.missed)
     sys.exit(code)
