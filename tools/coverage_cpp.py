@@ -31,7 +31,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 KEPT = REPOSITORY / "build" / "coverage"
 _PYTHON = KEPT / "venv" / "bin" / "python"
-_COUNTERS = KEPT / "core.profraw"
+_COUNTERS = KEPT / "counters"
 _LANE = "not (cluster or slow or integrations or wheels or site)"
 _CLANGS = ("clang++", *(f"clang++-{version}" for version in range(24, 17, -1)))
 # Counts go to memory at once: the optimizer would keep those of a loop in registers until the loop ends.
@@ -64,8 +64,8 @@ class Covered:
 
 
 def flags(counters: Path) -> str:
-    """Return the compiler's options for code that counts in a file, also if its process is killed."""
-    return f"-fprofile-instr-generate={counters.parent}/%c{counters.name} {_FLAGS}"
+    """Return the compiler's options for code that counts in a file of a folder, also if its process is killed."""
+    return f"-fprofile-instr-generate={counters}/%c%m {_FLAGS}"  # without %m, each process begins at 0 for all
 
 
 def find_clang() -> Path | None:
@@ -99,7 +99,7 @@ def build() -> Path:
     if code := subprocess.run(command, env={**os.environ, "CXX": str(clang), "PATH": path}, check=False).returncode:
         sys.exit(f"the instrumented core was not built: pip ended with {code}")
     if before != [core.read_bytes() for core in _cores()]:
-        _COUNTERS.unlink(missing_ok=True)  # they are of another core
+        shutil.rmtree(_COUNTERS, ignore_errors=True)  # they are of another core
     return clang
 
 
@@ -142,7 +142,7 @@ def read(clang: Path, binary: Path, counters: Path, folder: Path) -> dict[str, C
         for name in ("llvm-profdata", "llvm-cov")
     )
     profile = counters.with_suffix(".profdata")
-    subprocess.run([profdata, "merge", "-sparse", counters, "-o", profile], check=True)
+    subprocess.run([profdata, "merge", "-sparse", *counters.iterdir(), "-o", profile], check=True)
     files: dict[str, Covered] = defaultdict(Covered)
 
     def export(form: str) -> str:
@@ -203,9 +203,10 @@ def main() -> None:
     given = parser.parse_args()
     clang = build()
     if given.fresh:
-        _COUNTERS.unlink(missing_ok=True)
+        shutil.rmtree(_COUNTERS, ignore_errors=True)
     subprocess.run([_PYTHON, "-c", "import phalanx._core"], check=True)  # makes the file if there is none
-    _COUNTERS.chmod(0o666)  # tests run ranks as other users, too
+    for path in _COUNTERS.iterdir():
+        path.chmod(0o666)  # tests run ranks as other users, too
     code = run(["-n", given.n, "--dist", "loadfile", "-m", _LANE, *given.tests]) if given.tests else 0
     show(covered(clang), given.missed)
     sys.exit(code)
