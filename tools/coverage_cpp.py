@@ -204,6 +204,7 @@ def main() -> None:
     clang = build()
     if given.fresh:
         shutil.rmtree(_COUNTERS, ignore_errors=True)
+    _COUNTERS.mkdir(exist_ok=True)
     subprocess.run([_PYTHON, "-c", "import phalanx._core"], check=True)  # makes the file if there is none
     for path in _COUNTERS.iterdir():
         path.chmod(0o666)  # tests run ranks as other users, too

@@ -48,6 +48,7 @@ def test_lines_count_that_a_killed_fork_and_a_process_without_exit_have_executed
         pytest.skip("needs clang++ of version 18 or later (Debian: clang-19 llvm-19 libclang-rt-19-dev)")
     source, binary, counters = tmp_path / "src" / "main.cpp", tmp_path / "main", tmp_path / "counters"
     source.parent.mkdir()
+    counters.mkdir()
     source.write_text(PROGRAM.lstrip("\n"))
     subprocess.run([clang, "-O3", *tool.flags(counters).split(), "-o", binary, source], check=True, timeout=100)
     for arguments in ((), ("again",)):  # a process adds to what those before it have counted
