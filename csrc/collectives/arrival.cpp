@@ -90,36 +90,32 @@ void Collectives::ensure_mailboxes(Wait& wait) {
   if (mailboxes_) return;
   const std::size_t bytes = static_cast<std::size_t>(control_.size()) * 2 * kSlots * kSlotBytes;
   auto& offset = control_.header().mailbox;
-  auto no_memory = [&](const std::string& why) {
-    Failure failure = control_.failure(FailureKind::kNoMemory, wait);
-    failure.size_bytes = bytes;
-    failure.detail = why;
-    return control_.end(std::move(failure));
-  };
-  std::string why;
-  if (control_.rank() == 0) {
-    std::uint64_t made = kNoMemory;
+  // If the system refuses the memory to this rank, the group ends, so that the peers name this rank.
+  const auto or_end = [&](auto&& body) {
+    std::string why;
     try {
-      made = control_.segment().allocate(bytes);
+      return body();
     } catch (const std::bad_alloc&) {
     } catch (const std::system_error& error) {
       why = error.what();
     }
+    Failure failure = control_.failure(FailureKind::kNoMemory, wait);
+    failure.size_bytes = bytes;
+    failure.detail = why;
+    throw control_.end(std::move(failure));
+  };
+  if (control_.rank() == 0) {
+    const std::uint64_t made = or_end([&] { return control_.segment().allocate(bytes); });
     offset.store(made, std::memory_order_release);  // pairs with the load below
     ring(control_.header().bell);
   }
   control_.await(wait, [&](int r) { return r == 0 && offset.load(std::memory_order_acquire) == 0; });
-  const std::uint64_t made = offset.load(std::memory_order_acquire);
-  if (made == kNoMemory) throw no_memory(why);
-  try {
+  mailboxes_ = or_end([&] {
+    const std::uint64_t made = offset.load(std::memory_order_acquire);
     const std::size_t own = 2 * kSlots * kSlotBytes;  // rank 0 allocated all pages on its own NUMA node
     control_.segment().bring_near(made + static_cast<std::size_t>(control_.rank()) * own, own, control_.header().node);
-    mailboxes_ = control_.segment().map(made, bytes);
-  } catch (const std::bad_alloc&) {
-    throw no_memory(why);
-  } catch (const std::system_error& error) {
-    throw no_memory(error.what());
-  }
+    return control_.segment().map(made, bytes);
+  });
 }
 
 /// If every rank waits for all ranks, only the last rank to publish wakes the sleepers; otherwise every rank that

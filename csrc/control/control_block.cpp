@@ -102,11 +102,10 @@ ControlBlock::~ControlBlock() {
   const std::size_t bytes = header_->region_bytes;
   // ACQ_REL: the last rank to leave frees the memory after every other rank's last access.
   if (header_->attached.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  const std::uint64_t mailbox = header_->mailbox.load(std::memory_order_acquire);
-  if (mailbox != 0 && mailbox != kNoMemory)
+  if (const std::uint64_t mailbox = header_->mailbox.load(std::memory_order_acquire); mailbox != 0)
     segment_->free(mailbox, static_cast<std::size_t>(config_.size) * 2 * kSlots * kSlotBytes);
   for (int i = 0; i < config_.size * config_.size; ++i)
-    if (const std::uint64_t at = channels_[i].load(std::memory_order_acquire); at != 0 && at != kNoMemory)
+    if (const std::uint64_t at = channels_[i].load(std::memory_order_acquire); at != 0)
       segment_->free(at, sizeof(Channel));
   segment_->free(offset_, bytes);
 }

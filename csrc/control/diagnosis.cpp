@@ -156,7 +156,7 @@ std::vector<Waiter> ControlBlock::circle() {
 /// True if `src` has sent a fragment that `dst` has not taken, or if that can't be known.
 bool ControlBlock::is_on_its_way(int src, int dst) {
   const std::uint64_t at = channel(src, dst).load(std::memory_order_acquire);
-  if (at == 0 || at == kNoMemory) return false;
+  if (at == 0) return false;
   try {
     const Mapping mapping = segment_->map(at, align_up(sizeof(Channel), kPage));
     const auto* channel = reinterpret_cast<const Channel*>(mapping.data());

@@ -109,12 +109,11 @@ struct GroupHeader {
   std::uint32_t num_ranks;
   std::uint32_t node;  // NUMA node whose memory the region was allocated from
   std::uint64_t region_bytes;
-  alignas(kCacheLine) std::atomic<std::uint64_t> mailbox;  // offset; 0: not made yet, kNoMemory: no memory for it
-  std::atomic<std::uint32_t> attached;                     // ranks that map the region; the last one to leave frees it
+  alignas(kCacheLine) std::atomic<std::uint64_t> mailbox;  // offset; 0: not made yet
+  std::atomic<std::uint32_t> attached;  // ranks that map the region; the last one to leave frees it
   alignas(kCacheLine) std::atomic<std::uint64_t> group_failure;  // 0, or a packed GroupFailure: see failure.h
-  alignas(kCacheLine) Bell bell;                           // all ranks sleep here in collectives
+  alignas(kCacheLine) Bell bell;  // all ranks sleep here in collectives
 };
-inline constexpr std::uint64_t kNoMemory = ~std::uint64_t{0};
 
 /// Describes one fragment of a message, in a record of a Channel.
 struct Fragment {

@@ -57,7 +57,6 @@ class Mapping {
   Mapping& operator=(Mapping&& other) noexcept;
   ~Mapping();
   std::byte* data() const { return data_; }
-  std::size_t size() const { return bytes_; }
   explicit operator bool() const { return data_ != nullptr; }
 
  private:

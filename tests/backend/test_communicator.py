@@ -231,6 +231,18 @@ def fail_as_torch_does(rank, world_size):
         phalanx.communicator()
 
 
+def receive_another_size(rank, world_size):
+    comm = phalanx.communicator()
+    if rank == 0:
+        with pytest.raises((CollectiveMismatch, GroupUnusable)):
+            comm.send(torch.ones(6), 1)
+            comm.barrier()
+        return
+    with pytest.raises(CollectiveMismatch, match=r"rank 0 sent send\(float32, count=6\)") as error:
+        comm.recv(torch.ones(5), 0)
+    assert re.search(r"recv of group .default. at \S*test_communicator\.py:\d+: ", str(error.value)), error.value
+
+
 def need_a_group_of_ours(rank, world_size):
     with pytest.raises(ValueError, match="got one of gloo"):
         phalanx.communicator(dist.new_group(backend="gloo"))
@@ -272,6 +284,10 @@ def test_it_needs_a_group_of_the_backend(run_ranks):
 
 def test_a_mismatch_ends_the_group_and_a_destroyed_one_says_so(run_ranks):
     run_ranks(fail_as_torch_does, 2)
+
+
+def test_a_receive_of_another_size_names_its_line(run_ranks):
+    run_ranks(receive_another_size, 2)
 
 
 def test_a_profiler_sees_it(run_ranks):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -155,6 +158,36 @@ def messages_and_collectives(rank, world_size):
     work.wait()
     check_equal(got, total, "across collectives")
     return work.is_completed()
+
+
+def receive_the_rest_of_a_message(rank, world_size):
+    """Rank 0 stands still once its rings are full; rank 1 has taken what they held before it asks for the message."""
+    pid = torch.tensor([os.getpid() if rank == 0 else 0])
+    dist.all_reduce(pid)
+    large, small = values(0, (300_003,), torch.float32), values(1, (5,), torch.float32)
+    if rank == 0:
+        works = [dist.isend(large, 1, tag=1), dist.isend(small, 1, tag=2)]
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for work in works:
+            work.wait()
+        return
+    got_large, got_small = torch.zeros_like(large), torch.zeros_like(small)
+    state = Path(f"/proc/{pid.item()}/stat")
+    try:
+        while state.read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)  # a process that stops makes no event for another than its parent
+        works = [dist.irecv(got_small, 0, tag=2), dist.irecv(got_large, 0, tag=1)]
+        assert not any(work.is_completed() for work in works)
+    finally:
+        os.kill(int(pid), signal.SIGCONT)
+    for work in works:
+        work.wait()
+    check_equal(got_small, small, "the message that was asked for first")
+    check_equal(got_large, large, "the message of which a part had arrived")
+
+
+def test_a_receive_takes_over_a_message_that_has_arrived_in_part(run_ranks):
+    run_ranks(receive_the_rest_of_a_message, 2)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 6])

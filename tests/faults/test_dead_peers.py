@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
@@ -311,6 +312,49 @@ def test_a_process_whose_first_thread_alone_has_ended_lives():
             one.kill()
             one.wait()
         assert watch.dead
+
+
+@contextlib.contextmanager
+def sleepers(num):
+    """Start processes that do nothing; yield them with the facts by which a peer is known."""
+    namespace = _core.identity()[2]
+    processes = [subprocess.Popen(["sleep", "1000"]) for _ in range(num)]
+    try:
+        stats = [Path(f"/proc/{one.pid}/stat").read_text().rpartition(")")[2].split() for one in processes]
+        yield [(one, (one.pid, int(stat[19]), namespace)) for one, stat in zip(processes, stats, strict=True)]
+    finally:
+        for one in processes:
+            one.kill()
+            one.wait()
+
+
+def test_a_process_that_has_the_number_of_a_dead_peer_is_not_taken_for_it():
+    with sleepers(1) as [(_, (pid, start_time, namespace))]:
+        assert not _core.PeerWatch.of(pid, start_time, namespace).dead
+        stranger = _core.PeerWatch.of(pid, start_time - 1, namespace)
+        assert stranger.dead
+        assert stranger.ending == ("rank_ended", -1, 0), "how another process ended says nothing of the peer"
+
+
+def test_of_a_peer_that_was_gone_before_it_could_be_watched_the_end_is_unknown():
+    with sleepers(1) as [(process, facts)]:
+        process.kill()
+        process.wait()
+        watch = _core.PeerWatch.of(*facts)
+        assert watch.dead
+        assert watch.ending == ("rank_ended", -1, 0)
+
+
+def test_of_many_peers_those_that_live_are_not_taken_for_dead_and_each_death_is_seen_at_once():
+    """Most looks at one of many peers do not read /proc."""
+    with sleepers(9) as known:
+        watches = [_core.PeerWatch.of(*facts) for _, facts in known]
+        for (process, _), watch in zip(known, watches, strict=True):
+            assert not any(watch.dead for _ in range(20))
+            process.kill()
+            process.wait()
+            assert all(watch.dead for _ in range(20))
+            assert watch.ending[2] in ((signal.SIGKILL,) if TELLS_ENDING else (signal.SIGKILL, 0))
 
 
 def wait_for_the_last(rank, world_size):

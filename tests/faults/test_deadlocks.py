@@ -72,6 +72,20 @@ def test_a_chain_that_ends_at_a_computing_rank_is_no_deadlock(spawn_ranks):
         assert "larger timeout" in str(outcome.value)
 
 
+def wait_beside_a_circle(rank, world_size):
+    """Ranks 1 and 2 wait for each other, and rank 0 for rank 1."""
+    with pytest.raises(CollectiveTimeout) as caught:
+        dist.recv(torch.empty(4), src={0: 1, 1: 2, 2: 1}[rank])
+    return caught.value
+
+
+def test_who_waits_for_a_rank_of_a_circle_is_not_part_of_it(run_ranks):
+    beside, *within = run_ranks(wait_beside_a_circle, 3, group_timeout_s=1)
+    assert beside.failure.circle == ()
+    assert "is a deadlock" not in str(beside)
+    assert [[one.rank for one in error.failure.circle] for error in within] == [[1, 2], [2, 1]]
+
+
 def answer_a_question(rank, world_size):
     """Rank 0 asks and waits for the answer; rank 1 is stopped while it waits for the question."""
     reached("up")

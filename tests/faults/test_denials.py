@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from phalanx import OutOfSharedMemory, PhalanxError, _core
 from tests.denial import deny
-from tests.faults._denials import MOMENTS, check_ends, deny_one
+from tests.faults._denials import DENIALS, MOMENTS, check_ends, deny_one
 
 WHILE_JOINING = {
     "memfd_create": (0, PhalanxError, "memfd_create: Operation not permitted; a sandbox may forbid it"),
@@ -43,6 +45,29 @@ def test_what_the_system_denies_in_an_operation_ends_it_on_all_ranks(what):
     check_ends(outcomes, 1)
     assert IN_AN_OPERATION[what] in str(outcomes[1].error)
     assert outcomes[0].error.ranks == (1,)
+
+
+def add_up_much(rank, world_size, what, victim):
+    """The first operation that needs the mailboxes of a group."""
+    if rank == victim:
+        DENIALS[what]()
+    dist.all_reduce(torch.ones(200_000))
+
+
+@pytest.mark.parametrize(
+    ("what", "victim", "says"),
+    [
+        ("fallocate", 0, "fallocate of the shared segment: Operation not permitted"),
+        ("mmap of shared", 1, "mmap of the shared segment: Operation not permitted"),
+    ],
+)
+def test_a_rank_that_can_not_have_memory_for_large_tensors_says_why_on_all_ranks(run_ranks, what, victim, says):
+    outcomes = run_ranks(add_up_much, 3, what, victim, expect_failures=True)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, PhalanxError), outcome
+        assert f"rank {outcome.rank}: all_reduce #1 " in str(outcome.error), outcome
+        assert outcome.error.ranks == (victim,), outcome
+    assert says in str(outcomes[victim].error)
 
 
 def offer_without_accepting(rank, world_size):

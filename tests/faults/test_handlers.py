@@ -22,6 +22,7 @@ HOSTS = [(), (1, 1)]
 INTERRUPTED = {
     "all_reduce": lambda tensor: dist.all_reduce(tensor),
     "async wait": lambda tensor: dist.all_reduce(tensor, async_op=True).wait(),
+    "wait with a limit": lambda tensor: dist.all_reduce(tensor, async_op=True).wait(timedelta(seconds=30)),
 }
 """What rank 0 waits in when the signal comes."""
 
@@ -85,6 +86,15 @@ def test_a_wait_that_runs_its_operation_itself_is_told_apart_too(spawn_ranks):
     # The native thread may have been awake already: then it is the wait for it that was interrupted.
     what = r"signal handler that interrupted (the wait for all_reduce|all_reduce #1) of group"
     assert re.search(what, str(errors[0]))
+
+
+def test_a_wait_that_leaves_its_operation_to_the_native_thread_is_told_with_its_line(spawn_ranks):
+    """A wait that may give up does so: it could not return from an operation that it had begun."""
+    with spawn_ranks(call_in_a_handler, 2, "wait with a limit", "barrier", group_timeout_s=30) as ranks:
+        (first, errors), second = interrupt_rank_zero(ranks)
+    assert (first, second[0]) == ([3.0] * 3, [3.0] * 3)
+    what = r"signal handler that interrupted the wait for all_reduce of group 'default' at \S*test_handlers\.py:\d+"
+    assert re.search(what, str(errors[0])), errors[0]
 
 
 def interrupt_rank_zero(ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import fcntl
 import os
 import signal
@@ -156,12 +157,34 @@ def test_a_segment_with_another_nonce_is_refused():
         _core.Segment.attach(offer.server.name, "0" * 32, timeout_s=10)
 
 
-@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_SHRINK], ids=["may shrink", "empty"])
-def test_memory_that_is_no_segment_is_refused_and_not_touched(seals):
+def test_a_peer_that_dies_before_it_is_served_does_not_count():
+    segment = _core.Segment.create()
+    server = _core.SegmentServer(segment)
+    for _ in range(2):
+        with socket.socket(socket.AF_UNIX) as gone:
+            gone.connect("\0" + server.name)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        served = pool.submit(server.serve, 1, 10.0)
+        attached = _core.Segment.attach(server.name, segment.nonce, timeout_s=10)
+        assert served.result() == 1
+    assert attached.nonce == segment.nonce
+
+
+@pytest.mark.parametrize(
+    ("seals", "num_bytes", "says"),
+    [
+        (0, 0, "not a phalanx segment"),
+        (fcntl.F_SEAL_SHRINK, 0, "0 bytes"),
+        (fcntl.F_SEAL_SHRINK, 4096, "different versions of phalanx"),
+    ],
+    ids=["may shrink", "empty", "without our header"],
+)
+def test_memory_that_is_no_segment_is_refused_and_not_touched(seals, num_bytes, says):
     memory = os.memfd_create("stranger", os.MFD_ALLOW_SEALING)
+    os.truncate(memory, num_bytes)
     fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)
     with socket.socket(socket.AF_UNIX) as listener:
-        name = f"phalanx-empty-{os.getpid()}-{seals}"
+        name = f"phalanx-empty-{os.getpid()}-{seals}-{num_bytes}"
         listener.bind("\0" + name)
         listener.listen()
 
@@ -171,7 +194,7 @@ def test_memory_that_is_no_segment_is_refused_and_not_touched(seals):
 
         giver = threading.Thread(target=hand_over)
         giver.start()
-        with pytest.raises(RuntimeError, match="0 bytes" if seals else "not a phalanx segment"):
+        with pytest.raises(RuntimeError, match=says):
             _core.Segment.attach(name, "0" * 32, timeout_s=10)
         giver.join()
     os.close(memory)
@@ -182,6 +205,13 @@ def test_a_group_that_lies_outside_of_its_segment_is_refused_and_not_touched(off
     segment = _core.Segment.create()
     segment.create_group(1)
     with pytest.raises(RuntimeError, match=f"at offset {offset} lie outside the shared segment"):
+        _core.Group.make(segment, offset, 0, 1, "late", [0], timeout_s=1, stall_s=0, spin_us=0)
+
+
+def test_a_group_of_another_size_is_refused():
+    segment = _core.Segment.create()
+    offset = segment.create_group(2)
+    with pytest.raises(RuntimeError, match="the ranks disagree about the size of group 'late'"):
         _core.Group.make(segment, offset, 0, 1, "late", [0], timeout_s=1, stall_s=0, spin_us=0)
 
 
