@@ -213,6 +213,21 @@ def give_and_get_in_one_tensor(rank, world_size):
     assert torch.equal(tensor, torch.cat([half + 10 * r for r in range(2)]))
 
 
+def exchange_much_in_one_tensor(rank, world_size):
+    """Blocks of 80 KB are read from the peers' memory, which no rank may do where another writes over what it gives."""
+    comm = phalanx.communicator()
+    block = 20_000
+    inputs = [torch.arange(float(world_size * block)) + 1e6 * r for r in range(world_size)]
+    expected = torch.cat([one[rank * block : (rank + 1) * block] for one in inputs])
+    for in_place in ({0}, {1, 2}, {0, 1, 2}, set()):
+        tensor = inputs[rank].clone()
+        output = tensor if rank in in_place else torch.zeros_like(tensor)
+        comm.all_to_all(output, tensor)
+        check_equal(output, expected, f"in place on {in_place}")
+        if rank not in in_place:
+            check_equal(tensor, inputs[rank], f"an input, in place on {in_place}")
+
+
 def fail_as_torch_does(rank, world_size):
     comm = phalanx.communicator()
     with pytest.raises(
@@ -276,6 +291,10 @@ def test_it_refuses_what_torch_distributed_refuses_in_the_same_words(run_ranks):
 
 def test_one_tensor_may_be_both_sides_only_where_they_are_of_one_size(run_ranks):
     run_ranks(give_and_get_in_one_tensor, 2)
+
+
+def test_large_blocks_are_exchanged_in_one_tensor_on_any_of_the_ranks(run_ranks):
+    run_ranks(exchange_much_in_one_tensor, 3)
 
 
 def test_it_needs_a_group_of_the_backend(run_ranks):

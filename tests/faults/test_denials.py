@@ -70,6 +70,50 @@ def test_a_rank_that_can_not_have_memory_for_large_tensors_says_why_on_all_ranks
     assert says in str(outcomes[victim].error)
 
 
+def move_much(rank, world_size, victim):
+    """Return what is wrong with collectives whose blocks are large enough to be read from the memory of a peer."""
+    if rank == victim:
+        DENIALS["process_vm_readv"]()
+    num = 20_000
+    ranks = range(world_size)
+    mine = torch.arange(float(num)) + 1e6 * rank
+    parts = [torch.arange(float(num)) + 1e6 * rank + 1e5 * r for r in ranks]
+    wrong = []
+    for turn in range(2):  # a system that refuses is not asked again
+
+        def check(name, got, *expected, turn=turn):
+            if not torch.equal(got, torch.cat(expected)):
+                wrong.append((name, turn))
+
+        tensor = mine.clone()
+        dist.broadcast(tensor, src=0)
+        check("broadcast", tensor, torch.arange(float(num)))
+        tensor = torch.zeros(world_size * num)
+        dist.all_gather_into_tensor(tensor, mine)
+        check("all_gather", tensor, *(torch.arange(float(num)) + 1e6 * r for r in ranks))
+        outputs = [torch.zeros(num) for _ in ranks]
+        dist.gather(mine, outputs if rank == 1 else None, dst=1)
+        if rank == 1:
+            check("gather", torch.cat(outputs), *(torch.arange(float(num)) + 1e6 * r for r in ranks))
+        tensor = torch.zeros(num)
+        dist.scatter(tensor, parts if rank == 0 else None, src=0)
+        check("scatter", tensor, torch.arange(float(num)) + 1e5 * rank)
+        outputs = [torch.zeros(num) for _ in ranks]
+        dist.all_to_all(outputs, parts)
+        check("all_to_all", torch.cat(outputs), *(torch.arange(float(num)) + 1e6 * r + 1e5 * rank for r in ranks))
+        # Rank r sends (r + 1) * 10,000 elements to every rank.
+        sent, received = [(rank + 1) * 10_000] * world_size, [(r + 1) * 10_000 for r in ranks]
+        tensor = torch.zeros(sum(received))
+        dist.all_to_all_single(tensor, torch.full((sum(sent),), float(rank)), received, sent)
+        check("all_to_all with splits", tensor, *(torch.full((received[r],), float(r)) for r in ranks))
+    return wrong
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_where_one_rank_may_not_read_the_memory_of_others_all_data_arrive(run_ranks, victim):
+    assert run_ranks(move_much, 3, victim) == [[]] * 3
+
+
 def offer_without_accepting(rank, world_size):
     server = _core.SegmentServer(_core.Segment.create())
     with socket.socket(socket.AF_UNIX) as peer:
