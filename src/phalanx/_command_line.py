@@ -26,14 +26,24 @@ class UsageError(ValueError):
     """A mistake in the command line, in one line.
 
     Attributes:
-        right: Command line to suggest after the message. Empty: the command's usual one. None: suggest nothing, because
-            the message already says what to change, or because the mistake is outside the command line (such as in a
-            variable).
+        word: Wrong word, or the flag in it (``--np`` for ``--np=2``); empty if nobody knows what the user meant.
+        meant: Words that the user meant instead of it.
     """
 
-    def __init__(self, message: str, right: str | None = "") -> None:
+    def __init__(self, message: str, word: str = "", meant: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.right = right
+        self.word = word
+        self.meant = meant
+
+
+def misspelled(what: str, word: str, near: str) -> UsageError:
+    """Return the error for an unknown word.
+
+    Args:
+        what: Start of the message, such as ``unknown command 'rn'``.
+        near: Known word that the user may have meant; empty if there is none.
+    """
+    return UsageError(f"{what}, did you mean {near}?", word, [near]) if near else UsageError(what)
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,14 +53,12 @@ class Parser(argparse.ArgumentParser):
         prog: Command, such as ``phalanx report``.
         usage: Usage line of the command, without ``usage:``.
         about: Description of the command.
-        right: Command line to suggest after a mistake; default: the usage line.
     """
 
-    def __init__(self, prog: str, usage: str, about: str, right: str = "") -> None:
+    def __init__(self, prog: str, usage: str, about: str) -> None:
         super().__init__(
             prog, usage, about.replace("%", "%%"), formatter_class=_Help, add_help=False, allow_abbrev=False
         )
-        self.right: str = right or usage
         self._optionals.title, self._positionals.title = "Options", "Arguments"
         self.add_argument("-h", "--help", action="help", help="show this help")
 
@@ -69,25 +77,19 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         given, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            raise self.unknown(unknown[0], args)
+            raise self.unknown(unknown[0])
         return given
 
-    def unknown(self, word: str, args: Sequence[str]) -> UsageError:
-        """Return the error for a word in `args` that the command does not accept."""
+    def unknown(self, word: str) -> UsageError:
+        """Return the error for a word that the command does not accept."""
         if not word.startswith("-"):
             return UsageError(f"unexpected argument {word!r}")
         if word == "--version":
-            return UsageError("--version stands alone", "phalanx --version")
+            return UsageError("--version stands alone: phalanx --version")
         name = word.partition("=")[0]
         known = [option for option in self._option_string_actions if option.startswith("--") and "_" not in option]
         near = nearest(name, known, cutoff=0.75)  # higher than the default, because the dashes make all flags similar
-        what = f"unknown flag {name}{near and f', did you mean {near}?'}"
-        return UsageError(what, self.call(args, {name: near}) if near else "")
-
-    def call(self, args: Sequence[str], meant: Mapping[str, str]) -> str:
-        """Return this command's line with `args`, in which words or flags are replaced as in `meant`."""
-        words = [word.partition("=") for word in args]
-        return shlex.join([*self.prog.split(), *("".join((meant.get(name, name), *rest)) for name, *rest in words)])
+        return misspelled(f"unknown flag {name}", name, near)
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's error in the wording of our other messages."""
@@ -103,15 +105,23 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"{name} takes no value, got {value}")
         raise UsageError(f"{name} needs a value: {name} {action.metavar or action.dest.upper()}")
 
-    def refuse(self, error: UsageError) -> int:
-        """Print the usage, the mistake and a correct call; return the exit code."""
-        said = printable(f"{self.prog}: {error}", keep="\n")
-        if error.right is not None:
-            is_anothers = error.right.startswith("phalanx run ") and self.prog not in ("phalanx", "phalanx run")
-            right = self.right if is_anothers else error.right or self.right
+    def refuse(self, error: UsageError, args: Sequence[str]) -> int:
+        """Print the usage, the mistake and, if it is known, the call that the user meant; return the exit code."""
+        said = f"{self.prog}: {error}"
+        if right := self._corrected(args, error):
             said += f" Right: {right}" if said.endswith("?") else f"; right: {right}"
-        complain(f"usage: {self.usage}\n{said}")
+        complain(f"usage: {self.usage}\n{printable(said, keep=chr(10))}")
         return 2
+
+    def _corrected(self, args: Sequence[str], error: UsageError) -> str:
+        """Return the user's own call with the wrong word replaced; empty if it is not certain which word that is."""
+        found = [at for at, word in enumerate(args) if error.word and error.word in (word, word.partition("=")[0])]
+        if len(found) != 1:  # the word is also another flag's value or the script's argument, or it is in a variable
+            return ""
+        at = found[0]
+        rest = args[at].removeprefix(error.word)  # the value of a flag: =2
+        meant = [f"{word}{rest}" for word in error.meant]
+        return shlex.join([*self.prog.split(), *args[:at], *meant, *args[at + 1 :]])
 
     def _print_message(self, message: str, file: Any = None) -> None:
         print(message, end="", file=file)  # argparse's own method ignores errors, so a closed pipe would go unnoticed

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import phalanx
-from phalanx._command_line import Parser, UsageError, exit_code_of
+from phalanx._command_line import Parser, UsageError, exit_code_of, misspelled
 from phalanx._env import nearest
 from phalanx._errors import PhalanxError, require_linux
-from phalanx.launch.command.flags import RIGHT_CALL
 
 
 class _Command(NamedTuple):
@@ -27,7 +26,11 @@ class _Command(NamedTuple):
 
 
 _COMMANDS = {
-    "run": _Command(RIGHT_CALL, "start a script on several ranks, with torchrun's flags", "launch.command.main"),
+    "run": _Command(
+        "phalanx run --nproc-per-node 2 train.py [args]",
+        "start a script on several ranks, with torchrun's flags",
+        "launch.command.main",
+    ),
     "tune": _Command(
         "phalanx tune train.py [args]",
         "measure which settings make a script the fastest on this machine",
@@ -122,7 +125,6 @@ def _no_command(args: list[str]) -> int:
         "phalanx",
         "phalanx COMMAND [args]",
         "Train one PyTorch model on many processes as if they were one. phalanx help COMMAND lists a command's flags.",
-        RIGHT_CALL,
     )
     parser.add_argument(
         "--version", action="version", version=f"phalanx {phalanx.__version__}", help="show the version"
@@ -130,16 +132,14 @@ def _no_command(args: list[str]) -> int:
     parser.add_commands({command.usage: command.about for command in _COMMANDS.values()})
     try:
         if not args:
-            raise UsageError("no command given")
+            raise UsageError("no command given; phalanx --help lists them")
         if args[0].endswith(".py"):
-            raise UsageError(f"{args[0]} is a script, not a command", f"phalanx run {' '.join(args)}")
+            raise UsageError(f"{args[0]!r} is a script, not a command", args[0], ["run", args[0]])
         if not args[0].startswith("-"):
-            near = nearest(args[0], _COMMANDS)
-            raise UsageError(
-                f"unknown command {args[0]!r}{near and f', did you mean {near}?'}",
-                parser.call(args, {args[0]: near}) if near else "phalanx --help",
-            )
+            near = nearest(args[0], _COMMANDS, cutoff=0.65)  # higher than the default, at which train resembles trace
+            what = f"unknown command {args[0]!r}"
+            raise misspelled(what if near else f"{what}; phalanx --help lists all", args[0], near)
         parser.parse_args(args)
     except UsageError as error:
-        return parser.refuse(error)
+        return parser.refuse(error, args)
     return 0

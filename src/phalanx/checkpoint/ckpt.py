@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TextIO
 
-from phalanx._command_line import Parser, UsageError, whole_number
+from phalanx._command_line import Parser, UsageError, misspelled, whole_number
 from phalanx._env import nearest
 from phalanx._errors import printable
 from phalanx._text import columns, counted, in_units, is_terminal, shortened
@@ -29,13 +29,11 @@ class _Command(NamedTuple):
 
     Attributes:
         call: Usage line.
-        right: Example of a correct call.
         about: Description in the help.
         run: Function that carries out the command and returns the exit code.
     """
 
     call: str
-    right: str
     about: str
     run: Callable[[argparse.Namespace], int]
 
@@ -53,9 +51,7 @@ def main(args: Sequence[str]) -> int:
     parser = _parser(name)
     try:
         if name and name not in _COMMANDS and not name.startswith("-"):
-            near = nearest(name, _COMMANDS)
-            right = parser.call(args, {name: near}) if near else ""
-            raise UsageError(f"unknown command {name!r}{near and f', did you mean {near}?'}", right)
+            raise misspelled(f"unknown command {name!r}", name, nearest(name, _COMMANDS))
         given = parser.parse_args(args[1:] if name in _COMMANDS else args)
         if name not in _COMMANDS:
             raise UsageError("no command given")
@@ -63,7 +59,7 @@ def main(args: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of our output is gone; `phalanx` has its own exit code for that
         raise
     except UsageError as error:
-        return parser.refuse(error)
+        return parser.refuse(error, args if parser.prog == "phalanx ckpt" else args[1:])
     except (_Mistake, Damaged, ValueError, FileNotFoundError) as error:
         _say(f"{parser.prog}: {error}", sys.stderr)
     except OSError as error:
@@ -75,12 +71,12 @@ def _parser(name: str) -> Parser:
     """Return the parser of one command, or of ``phalanx ckpt`` itself if there is no command of that name."""
     if name not in _COMMANDS:
         about = "Inspect checkpoints. FOLDER is the folder of a run, of its checkpoints, or of one checkpoint."
-        parser = Parser("phalanx ckpt", f"phalanx ckpt {'|'.join(_COMMANDS)} FOLDER", about, _COMMANDS["ls"].right)
+        parser = Parser("phalanx ckpt", f"phalanx ckpt {'|'.join(_COMMANDS)} FOLDER", about)
         parser.add_commands({command.call: command.about for command in _COMMANDS.values()})
         return parser
     command = _COMMANDS[name]
     about = f"{command.about[0].upper()}{command.about[1:]}."
-    parser = Parser(f"phalanx ckpt {name}", command.call, about, command.right)
+    parser = Parser(f"phalanx ckpt {name}", command.call, about)
     parser.add_argument("folder", metavar="FOLDER", help="folder of a run, of its checkpoints, or of one checkpoint")
     if name == "diff":
         parser.add_argument("others", nargs="+", metavar="STEP", help="two steps, or another folder")
@@ -104,7 +100,7 @@ def _find_steps(path: str, step: int | None = None) -> tuple[str, list[int]]:
     if not published:
         raise _Mistake(folders.say_missing(path))
     if step is not None and step not in published:
-        raise _Mistake(f"{path} has no checkpoint of step {step}; it has steps {', '.join(map(str, published))}")
+        raise _Mistake(f"{path!r} has no checkpoint of step {step}; it has steps {', '.join(map(str, published))}")
     return path, published
 
 
@@ -179,7 +175,7 @@ def _diff(given: argparse.Namespace) -> int:
 
     if len(given.others) > 2 or (len(given.others) == 2 and not all(other.isdecimal() for other in given.others)):
         raise UsageError(
-            f"a folder and two steps, or two folders are needed, got {given.folder} {' '.join(given.others)}"
+            f"a folder and two steps, or two folders are needed, got {shlex.join([given.folder, *given.others])}"
         )
     if len(given.others) == 2:
         pair = [_find_whole(given.folder, int(other)) for other in given.others]
@@ -203,12 +199,12 @@ def _export(given: argparse.Namespace) -> int:
         key = "model" if any(name.startswith("model.") for name, _ in _rows_of(checkpoint, rank or 0)) else ""
     folder = os.path.dirname(given.out) or os.curdir
     if not os.path.isdir(folder):
-        raise _Mistake(f"there is no folder {folder} to write to; make it first: mkdir -p {shlex.quote(folder)}")
+        raise _Mistake(f"there is no folder {folder!r} to write to; make it first: mkdir -p {shlex.quote(folder)}")
     value = read(checkpoint, key, rank)
     try:
         num_tensors = export(value, given.out)
     except OSError as error:  # name the user's file, as the error may name a temporary one
-        raise _Mistake(f"can't write {given.out}: {error.strerror}") from None
+        raise _Mistake(f"can't write {given.out!r}: {error.strerror}") from None
     _say(f"{given.out}: {num_tensors} tensors of step {checkpoint.step}, {in_units(os.path.getsize(given.out))}")
     return 0
 
@@ -216,31 +212,26 @@ def _export(given: argparse.Namespace) -> int:
 _COMMANDS = {
     "ls": _Command(
         "phalanx ckpt ls FOLDER",
-        "phalanx ckpt ls runs/train",
         "list the checkpoints in a folder; complete: every file has its size (verify compares the bytes)",
         _ls,
     ),
     "show": _Command(
         "phalanx ckpt show FOLDER [--step N] [--rank R]",
-        "phalanx ckpt show runs/train --step 100",
         "list the names, dtypes, shapes and values in a checkpoint",
         _show,
     ),
     "verify": _Command(
         "phalanx ckpt verify FOLDER [--step N | --all]",
-        "phalanx ckpt verify runs/train --all",
         "check by SHA-256 that every bit is as it was saved; exit code 1 if not",
         _verify,
     ),
     "diff": _Command(
         "phalanx ckpt diff FOLDER STEP STEP | FOLDER_A FOLDER_B",
-        "phalanx ckpt diff runs/train 100 200",
         "compare two checkpoints; exit code 1 if they differ",
         _diff,
     ),
     "export": _Command(
         "phalanx ckpt export FOLDER OUT [--step N] [--key KEY] [--rank R]",
-        "phalanx ckpt export runs/train model.safetensors",
         "write the whole model, saved by any number of ranks, as one file",
         _export,
     ),

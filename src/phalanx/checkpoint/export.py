@@ -50,7 +50,7 @@ def export(value: Any, path: str) -> int:
     tensors = dict(_tensors("", value))
     is_safetensors = path.endswith(".safetensors")
     if not is_safetensors and not path.endswith((".pt", ".pth")):
-        raise ValueError(f"{path} must end in .safetensors or .pt")
+        raise ValueError(f"{path!r} must end in .safetensors or .pt")
     part = f"{path}.{os.getpid()}.part"
     try:
         with open(part, "w+b") as file:
@@ -76,7 +76,7 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 def _write_safetensors(tensors: dict[str, Tensor], file: IO[bytes]) -> None:
     for name, tensor in tensors.items():
         if not is_storable(tensor.dtype):
-            raise ValueError(f"{name} is {tensor.dtype}, which safetensors does not support; export to a .pt file")
+            raise ValueError(f"{name!r} is {tensor.dtype}, which safetensors does not support; export to a .pt file")
     parts = [Part(name, (0,) * tensor.dim(), tensor) for name, tensor in tensors.items()]
     layout = lay_out(parts, None)
     file.truncate(layout.size_bytes)

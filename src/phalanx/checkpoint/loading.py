@@ -291,7 +291,7 @@ def _candidates(
         if step not in published:
             under_way = folders.steps_under_way(path)
             hint = f". {folders.say_under_way(under_way).capitalize()}" if step in under_way else ""
-            return f"{path} has no checkpoint of step {step}; it has steps {published or 'none'}{hint}", path, []
+            return f"{path!r} has no checkpoint of step {step}; it has steps {published or 'none'}{hint}", path, []
         return "", path, [("disk", int(step))]
     on_disk = [("disk", number) for number in reversed(published)]
     in_memory = newest_of(holdings, digest_of(path))

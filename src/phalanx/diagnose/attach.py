@@ -15,7 +15,7 @@ from phalanx._command_line import Parser, UsageError, whole_number
 from phalanx._text import complain, named
 from phalanx.debugging.attached import SIGNAL
 from phalanx.debugging.terminal import listen_at
-from phalanx.diagnose.jobs import NO_JOB, Job, NoRank, find_ranks
+from phalanx.diagnose.jobs import NO_JOB, Job, NoRank, find_ranks, told_where
 from phalanx.host.kernel import number_inside, status_of, threads_of
 from phalanx.host.processes import off_limits
 from phalanx.record.box import box_of_process
@@ -36,7 +36,6 @@ def main(argv: Sequence[str]) -> int:
         "Open pdb in one rank of a job that phalanx run has started on this host. The other ranks wait for it without "
         "timing out. quit, Ctrl-D and Ctrl-C resume the rank. Exit code: 0 after that, 1 if the job has no such "
         "rank, or none that answers within two seconds, 2 if there is no such job.",
-        "phalanx attach 1",
     )
     parser.add_argument("rank", metavar="RANK", type=whole_number, help="global rank of the process")
     parser.add_argument(
@@ -45,10 +44,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         given = parser.parse_args(argv)
     except UsageError as error:
-        return parser.refuse(error)
+        return parser.refuse(error, argv)
     try:
         job = find_ranks(given.job, has_notes=True)
         pid = _process_of(job, given.rank)
+        if where := told_where(job, given.job):
+            complain(f"phalanx attach: {where}")
         try:
             connection = _ask(job, given.rank, pid)
         except (FileNotFoundError, ProcessLookupError):

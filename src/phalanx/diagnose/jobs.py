@@ -286,11 +286,12 @@ def _table(jobs: Sequence[Job]) -> str:
 
 
 def told_where(job: Job, wanted: str) -> str:
-    """Return a line about the folder of a job that was found by its name; empty if the job runs in this folder."""
-    is_plain = wanted and not wanted.isdecimal() and os.sep not in wanted
-    return (
-        f"no {wanted} of this folder is running; this is the one in {job.cwd}" if is_plain and job.is_elsewhere else ""
-    )
+    """Return a line that names a job of another folder; empty if the user has named its pid or path."""
+    if wanted.isdecimal() or os.sep in wanted or not job.is_elsewhere or not job.cwd:
+        return ""
+    what = repr(wanted) if wanted else "job"
+    pid = job.launcher_pid or job.ranks[0].pid
+    return f"no {what} of this folder is running; this is {job.name} (pid {pid}) in {job.cwd}"
 
 
 def find_ranks(wanted: str, has_notes: bool = False) -> Job:

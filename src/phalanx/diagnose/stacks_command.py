@@ -15,7 +15,6 @@ from phalanx.diagnose.why.clauses import clause, ranks
 from phalanx.diagnose.why.evidence import RankSeen, look_at
 from phalanx.diagnose.why.wording import thread_lines
 
-RIGHT_CALL = "phalanx stacks [JOB | PID]"
 _TIME_S = 5.0  # time limit; long, because native frames need the symbols of large libraries
 _ALL = 10_000
 
@@ -24,7 +23,7 @@ def main(args: Sequence[str]) -> int:
     """Run the command; return 1 if no rank runs or no stack can be read, 2 if there is no such job."""
     parser = Parser(
         "phalanx stacks",
-        RIGHT_CALL,
+        "phalanx stacks [JOB | PID]",
         "Print what each process of a job is doing, and its Python stacks. The processes keep running. Exit code: 1 "
         "if no rank runs yet or no stack can be read, 2 if there is no such job.",
     )
@@ -43,7 +42,7 @@ def main(args: Sequence[str]) -> int:
         seen = look_at(job, _TIME_S, native=given.native)
         text = as_json(seen) if given.json else "\n".join(map(printable, lines_of(seen)))
     except UsageError as error:
-        return parser.refuse(error)
+        return parser.refuse(error, args)
     except (LookupError, OSError) as error:
         complain(f"phalanx stacks: {error}")
         return 1 if isinstance(error, NoRank) else 2

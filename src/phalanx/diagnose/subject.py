@@ -63,8 +63,17 @@ def subject_of(wanted: str) -> Job | Run:
         if (last := last_run_of(wanted)) is not None:
             return _beginning(last, wanted) or Run(last, is_newest=True)
     if job is None:
-        raise LookupError(found.problem)
+        raise LookupError(found.problem if found.jobs else _say_missing(wanted, found.problem))
     return job
+
+
+def _say_missing(wanted: str, no_job: str) -> str:
+    """Return the message for what is neither a running job nor an ended run; other jobs are no hint for a folder."""
+    if os.sep in wanted and not wanted.endswith(".py"):
+        return f"there is no run in {wanted!r}" + ", and no such folder" * (not os.path.isdir(wanted))
+    if wanted.isdecimal():
+        return no_job
+    return f"{no_job}\nThere is no run in {logs_of(name_of([wanted]) if wanted else '')!r} either."
 
 
 def _beginning(run: Path, wanted: str) -> Job | None:
@@ -162,7 +171,7 @@ def _launch_of_run(folder: Path) -> Path | None:
     found = Path(os.path.normpath(folder / logs))
     if not is_run(found):
         raise LookupError(
-            f"the job that trained in {folder} ran on {printable(host)}; ask there: it left no record here"
+            f"the job that trained in {str(folder)!r} ran on {printable(host)!r}; ask there: it left no record here"
         )
     return found
 

@@ -42,7 +42,7 @@ def main(args: Sequence[str]) -> int:
     try:
         role, is_json = read_role(args, environ)
     except UsageError as error:
-        return make_parser().refuse(error)
+        return make_parser().refuse(error, args)
     if role is None:
         return 0
     diagnosis = examine(role, environ, _say)
@@ -65,7 +65,7 @@ def read_role(args: Sequence[str], environ: Mapping[str, str]) -> tuple[HostRole
     settings, rest, found = read_command(args, environ, parser=parser, also=FLAGS)
     takes_any = settings["module"].value or settings["no-python"].value
     if rest and not (takes_any or rest[0].endswith(".py") or os.path.exists(rest[0])):  # a job's script may follow
-        raise parser.unknown(rest[0], args)
+        raise parser.unknown(rest[0])
     if found is not None and found.local_rank > 0:
         return None, False
     check_nodes(settings, found)
@@ -121,7 +121,6 @@ def make_parser() -> Parser:
         "host of a job, with the flags of phalanx run or under srun or mpirun, to check also whether the hosts reach "
         "each other; host 0 then prints the table for all. The exit code is 1 if there is a problem. Every flag of "
         "phalanx run is accepted, and these matter:",
-        "phalanx doctor --nnodes 2 --node-rank 0 --master-addr HOST",
     )
     add_flags(parser, {"Examination": FLAGS, "Hosts": (GROUPS["Ranks"][0], *GROUPS["Several nodes"][:4])})
     return parser

@@ -31,7 +31,6 @@ from phalanx.tune.search import Limits, Search, Step, default_ranks
 from phalanx.tune.trial_folder import PREFIX, folder_of_jobs
 from phalanx.tune.trials import Failed, Setup, Trials
 
-RIGHT_CALL = "phalanx tune [flags] train.py [args]"
 _OWN_PROCESSES = re.compile(
     "address already in use|two processes claim rank|ProcessRaisedException|in several processes", re.IGNORECASE
 )
@@ -50,26 +49,25 @@ def main(argv: Sequence[str]) -> int:
     """Run ``phalanx tune`` with these arguments, and return its exit code."""
     parser = Parser(
         "phalanx tune",
-        RIGHT_CALL,
+        "phalanx tune [flags] train.py [args]",
         "Run a script for some seconds in each of a handful of settings, in turns, and show which are the fastest "
         "here: ranks x threads, memory, the optimizer's fused form, and settings of a Trainer. The script must take "
         "optimizer steps on the CPU. It runs unchanged, in a run folder of its own, and is ended once it has been "
         "measured. Every flag of phalanx run is accepted; --nproc-per-node and --memory fix what they set.",
-        RIGHT_CALL,
     )
     add_flags(parser, {"Search": OWN_FLAGS})
     try:
         settings, target, _ = read_command(argv, _env.environment(), parser=parser, also=OWN_FLAGS)
         _check_json(settings["json"].value)
         if settings["nnodes"].value != (1, 1):
-            raise UsageError("--nnodes: phalanx tune measures on one machine", RIGHT_CALL)
+            raise UsageError("--nnodes: phalanx tune measures on one machine")
         if settings["dry-run"].value:
             raise UsageError("--dry-run is for phalanx run: phalanx tune has to run the script to measure it")
         words = without_flags((*_SEARCHED, *(f"--{flag.name}" for flag in OWN_FLAGS)), argv, target)
         job = make_plan(words, _env.environment(), parser).job  # refuses a job that could not start
         limits, policy = _limits(settings)
     except UsageError as error:
-        return parser.refuse(error)
+        return parser.refuse(error, argv)
     try:
         _say(f"{shlex.join(target)} on {limits.machine.describe()}; memory {policy}")
         cores = Share(used_threads=limits.machine.num_cores)
@@ -112,7 +110,7 @@ def _search(words: Sequence[str], target: Sequence[str], job: Job, limits: Limit
     began_s = time.monotonic()
     script = shlex.join(target)
     if behind := [word for word in split_off_flags(target[1:], OWN_FLAGS)[0] if word.startswith("--")]:
-        _say(f"{', '.join(behind)} goes to {target[0]}: flags of phalanx tune come before the script")
+        _say(f"{', '.join(behind)} goes to {target[0]!r}: flags of phalanx tune come before the script")
     in_trials = without_flags(["--log-dir"], words, target)  # because each trial has a folder of its own
     with folder_of_jobs() as folder, Trials(in_trials, folder, limits.deadline) as trials:
         search = Search(trials, limits, _say)
@@ -144,7 +142,7 @@ def _remember(search: Search, job: Job) -> str:
     try:
         remember(found, file)
     except OSError as error:
-        why = f"{file} can't be written ({error.strerror})"
+        why = f"{file!r} can't be written ({error.strerror})"
         return f"phalanx run can't use that automatically: {why}; type the best command"
     return f"phalanx run uses that for --nproc-per-node auto ({file})"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from typing import Any
 
@@ -21,7 +22,6 @@ from phalanx._text import class_and_message
 from phalanx.backend.calls.collectives import UNSET, Blocking
 from phalanx.backend.types import RedOpType
 
-RIGHT_CALL = "phalanx run --nproc-per-node N -m phalanx.backend.verify.replay FOLDER"
 _KEYS = {"method", "args", "world_size", "call"}  # the keys that every saved call has
 
 
@@ -29,7 +29,7 @@ def main(words: list[str]) -> int:
     """Run the command on one rank; return 2 for a usage error."""
     try:
         if len(words) != 1 or not os.path.isdir(words[0]):
-            raise UsageError(f"pass the folder that the error named; got {' '.join(words) or 'nothing'}", RIGHT_CALL)
+            raise UsageError(f"pass the folder that the error named; got {shlex.join(words) or 'nothing'}")
         _env.update({_env.VERIFY_VARIABLE: "gloo"})
         dist.init_process_group("phalanx")
         _replay(words[0])
@@ -44,10 +44,10 @@ def _replay(folder: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     saved = sorted(int(found[1]) for name in os.listdir(folder) if (found := re.fullmatch(r"rank_(\d+)\.pt", name)))
     if not saved:
-        raise UsageError(f"{folder} holds no inputs of a call (rank_0.pt and so on)", RIGHT_CALL)
+        raise UsageError(f"{folder!r} holds no inputs of a call (rank_0.pt and so on)")
     state = _read(folder, rank if rank in saved else saved[0])
     if state["world_size"] != size:
-        raise UsageError(f"the call was made by {state['world_size']} ranks, but this run has {size}", RIGHT_CALL)
+        raise UsageError(f"the call was made by {state['world_size']} ranks, but this run has {size}")
     if state["method"] == "recv":
         tensor = state["args"][0]
         dist.send(tensor, 1) if rank == 0 else dist.recv(torch.empty_like(tensor), 0)
@@ -63,9 +63,9 @@ def _read(folder: str, rank: int) -> dict[str, Any]:
     try:
         loaded: dict[str, Any] = torch.load(path, weights_only=True)
     except Exception as error:  # torch passes on whatever its readers raise
-        raise UsageError(f"{path} can't be read: {class_and_message(error)[:200]}", RIGHT_CALL) from None
+        raise UsageError(f"{path!r} can't be read: {class_and_message(error)[:200]}") from None
     if not isinstance(loaded, dict) or not loaded.keys() >= _KEYS:
-        raise UsageError(f"{path} holds no inputs of a call", RIGHT_CALL)
+        raise UsageError(f"{path!r} holds no inputs of a call")
     return loaded
 
 

@@ -117,7 +117,7 @@ def find_steps(folder: str) -> tuple[str, list[int]]:
 
 def say_missing(folder: str) -> str:
     """Return the message for a folder without checkpoints."""
-    said = f"{folder} holds no checkpoint" if os.path.isdir(folder) else f"{folder} is not a folder"
+    said = f"{folder!r} {'holds no checkpoint' if os.path.isdir(folder) else 'is not a folder'}"
     under_way = say_under_way(steps_under_way(folder))
     return f"{said} yet: {under_way}" if under_way else said
 

@@ -99,7 +99,7 @@ def verify(folder: str | os.PathLike[str], step: int | str = "latest") -> list[s
     published = folders.steps(path)
     wanted = published[-1] if published and step == "latest" else step
     if wanted not in published:
-        raise FileNotFoundError(f"{path} has no checkpoint of step {wanted}")
+        raise FileNotFoundError(f"{path!r} has no checkpoint of step {wanted}")
     try:
         return folders.problems_of(folders.read_manifest(path, int(wanted)))
     except Damaged as error:
@@ -148,7 +148,7 @@ def find_best(folder: str) -> int:
     best = _best_first(scored, told[-1]) if told else []
     if not best:
         raise ValueError(
-            f"{folder} does not tell which checkpoint is the best. A Trainer with validation data records it, and so "
+            f"{folder!r} does not tell which checkpoint is the best. A Trainer with validation data records it, and so "
             'does save(..., metric=loss, keep={"keep_best": 1, "best_is_least": True})'
         )
     return best[0]

@@ -23,7 +23,6 @@ from phalanx.launch.command.flags import Flag
 from phalanx.launch.command.plan import count_local_ranks, make_plan, read_command
 from phalanx.tune.trial_folder import folder_of_jobs
 
-RIGHT_CALL = "phalanx check --nproc 8 train.py [args]"
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TAIL_LINES = 20
 _CHANGED = ("--nproc-per-node", "--log-dir", "--shutdown-timeout", "--max-restarts")
@@ -48,25 +47,24 @@ OWN_FLAGS = (
 )
 
 
-def main(argv: Sequence[str]) -> int:
+def main(args: Sequence[str]) -> int:
     """Run ``phalanx check`` with these arguments, and return its exit code."""
     parser = Parser(
         "phalanx check",
-        RIGHT_CALL,
+        "phalanx check --nproc 8 train.py [args]",
         "Run the first steps of a script on real ranks of this host, and compare what each rank calls. Names the first "
         "call in which ranks differ, and who waits for whom where they wait. The script runs as it is, in a run folder "
         "of its own, and is ended then. Exit code: 0 if all ranks made the same calls, 1 if something is wrong, 3 if "
         "nothing could be compared. Every flag of phalanx run is accepted. With --resume, a script that trains with a "
         "Trainer runs three times: whole, with a rank killed, and preempted and started again. The last checkpoints "
         "are compared bit for bit, and the exit code is 1 if they differ.",
-        RIGHT_CALL,
     )
     add_flags(parser, {"Check": OWN_FLAGS})
     try:
-        argv = _nproc_in_front(argv)
+        argv = _nproc_in_front(args)
         settings, target, _ = read_command(argv, _env.environment(), parser=parser, also=OWN_FLAGS)
         if settings["nnodes"].value != (1, 1):
-            raise UsageError("--nnodes: phalanx check runs on one machine", RIGHT_CALL)
+            raise UsageError("--nnodes: phalanx check runs on one machine")
         resumes = settings["resume"].is_given
         for flag in OWN_FLAGS if resumes else ():
             if settings[flag.name].is_given and flag.name not in ("nproc", "resume"):
@@ -79,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         words = ["--nproc-per-node", str(num_ranks), *words]
         make_plan(words, _env.environment(), parser)  # refuses a command line that could not start
     except UsageError as error:
-        return parser.refuse(error)
+        return parser.refuse(error, args)
     if resumes:
         from phalanx.diagnose.check.resume import check_resume  # imports torch
 

@@ -16,7 +16,6 @@ from phalanx._command_line import Parser, UsageError
 from phalanx._text import complain
 from phalanx.diagnose.top.watch import FIRST_S, JobView, Watch
 
-RIGHT_CALL = "phalanx top [JOB|PID]"
 FORMAT_VERSION = 1
 _GPU_WAIT_S = 5.0
 
@@ -27,7 +26,7 @@ def main(args: Sequence[str]) -> int:
     try:
         given = parser.parse_args(args)
     except UsageError as error:
-        return parser.refuse(error)
+        return parser.refuse(error, args)
     try:
         watch = Watch(given.job or "", given.interval)
     except LookupError as error:
@@ -50,7 +49,6 @@ def make_parser() -> Parser:
         "phalanx top [JOB|PID] [flags]",
         "Show what the ranks of this user's jobs on this host are doing, whoever started them, and what they use; q "
         "quits. Where standard output is no terminal, print one picture and end.",
-        "phalanx top train.py",
     )
     parser.add_argument(
         "job", nargs="?", metavar="JOB|PID", help="job, by its script, or by the pid of its launcher or of a rank"

@@ -20,7 +20,6 @@ from phalanx.host.processes import off_limits
 from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
 from phalanx.record.clocks import Ahead, load_clocks
 
-RIGHT_CALL = "phalanx trace [RUN | JOB | PID]"
 _LOOK_S = 0.25  # time between two reads of a running job's boxes; a rank takes longer to fill its box
 _MOST_S = 3600.0
 _BY = {"heartbeats": "the launchers' heartbeats", "collectives": "collectives", "time of day": "time of day"}
@@ -30,12 +29,11 @@ def main(args: Sequence[str]) -> int:
     """Run the command; return 1 for a job that records nothing, 2 if there is no such run or job."""
     parser = Parser(
         "phalanx trace",
-        RIGHT_CALL,
+        "phalanx trace [RUN | JOB | PID]",
         "Write one trace of all ranks on one clock: steps, phases, collectives and who waited for whom. Open it at "
         "ui.perfetto.dev, which uploads nothing. For a finished run, it shows what its black boxes hold, some 8,000 "
         "events of each rank; for a running job, the same and the next seconds. Exit code: 1 if no rank "
         "runs yet or none records anything, 2 if there is no such run or job.",
-        "phalanx trace logs/train, or phalanx trace --seconds 10 train.py",
     )
     parser.add_argument(
         "what",
@@ -60,7 +58,7 @@ def main(args: Sequence[str]) -> int:
         given = parser.parse_args(args)
         boxes, measured = _boxes(given.what, given.seconds)
     except UsageError as error:
-        return parser.refuse(error)
+        return parser.refuse(error, args)
     except NoRank as error:
         return _refuse(str(error), 1)
     except (LookupError, ValueError, OSError) as error:
@@ -69,7 +67,7 @@ def main(args: Sequence[str]) -> int:
     try:
         about = write_trace(boxes, path, measured)
     except OSError as error:
-        return _refuse(f"can't write {path}: {error.strerror}; name another file with --out")
+        return _refuse(f"can't write {str(path)!r}: {error.strerror}; name another file with --out")
     _show(path, about)
     return 0
 
@@ -111,10 +109,10 @@ def _boxes(what: Sequence[str], seconds: float | None) -> tuple[list[Box], dict[
     folders = [record_of(Path(one)) for one in what if os.path.isdir(one)]
     if not folders:
         if len(what) > 1:
-            raise UsageError(f"{what[0]} is not a run's folder; several arguments must all be folders")
+            raise UsageError(f"{what[0]!r} is not a run's folder; several arguments must all be folders")
         return _named("".join(what), seconds)
     if len(folders) < len(what):
-        raise UsageError(f"{next(one for one in what if not os.path.isdir(one))} is not a run's folder")
+        raise UsageError(f"{next(one for one in what if not os.path.isdir(one))!r} is not a run's folder")
     if len(what) == 1 and (running := running_in(str(folders[0]))) is not None:
         return _of_job(running, seconds)
     return _saved(folders, seconds)
@@ -125,7 +123,7 @@ def _named(wanted: str, seconds: float | None) -> tuple[list[Box], dict[str, Ahe
     subject = subject_of(wanted)
     if isinstance(subject, Run):
         saved = _saved([subject.folder], seconds)
-        _say(f"no {wanted or 'job'} is running; this is the last run here, {subject.folder}")
+        _say(f"no {repr(wanted) if wanted else 'job'} is running; this is the last run here, {subject.folder}")
         return saved
     if where := told_where(subject, wanted):
         _say(where)
@@ -155,7 +153,7 @@ def _saved(folders: Sequence[Path], seconds: float | None) -> tuple[list[Box], d
         attempt = _newest_attempt(folder)
         for box in _readable(attempt):
             if box.rank in boxes:
-                raise UsageError(f"rank {box.rank} is in two of the folders; give those of one job's hosts", None)
+                raise UsageError(f"rank {box.rank} is in two of the folders; give those of one job's hosts")
             boxes[box.rank] = box
             measured[box.host] = load_clocks(attempt)
     return [boxes[rank] for rank in sorted(boxes)], measured
@@ -193,7 +191,7 @@ def _newest_attempt(folder: Path) -> Path:
             if pattern.startswith("*/"):
                 _tell_of_newer(newest.parent.parent, folder)
             return newest
-    raise LookupError(f"no black box in {folder}: they are saved when an attempt of phalanx run is over")
+    raise LookupError(f"no black box in {str(folder)!r}: they are saved when an attempt of phalanx run is over")
 
 
 def _tell_of_newer(taken: Path, folder: Path) -> None:

@@ -65,7 +65,7 @@ def _evidence_in(folder: Path) -> Evidence:
     reason = load_reason(folder / "blackbox")
     if not attempts:
         before_any = f"has ended before any rank was started: {reason}"
-        raise LookupError(f"{folder} {before_any if reason else 'holds no logs of ranks'}")
+        raise LookupError(f"{str(folder)!r} {before_any if reason else 'holds no logs of ranks'}")
     seen: tuple[RankSeen, ...] = ()
     for logs in reversed(attempts):
         boxes = folder / "blackbox" / logs.name

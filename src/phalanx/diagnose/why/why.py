@@ -29,7 +29,6 @@ from phalanx.diagnose.why.other_hosts import OtherHosts
 from phalanx.diagnose.why.past import evidence_of
 from phalanx.diagnose.why.wording import answer, caution, thread_lines, why_no_record, words_of_loss
 
-RIGHT_CALL = "phalanx why [JOB | PID | RUN]"
 _MOST_FRAMES = 8
 _TIME_S = 1.7  # time for the evidence; with the start and the printing, the command takes at most two seconds
 _LONG_AGO_S = 60.0  # if a run ended longer ago, the user may mean another one
@@ -40,7 +39,7 @@ def main(args: Sequence[str]) -> int:
     """Run the command; return 2 if there is no such job."""
     parser = Parser(
         "phalanx why",
-        RIGHT_CALL,
+        "phalanx why [JOB | PID | RUN]",
         "Say in one sentence why a job does not go on, or why it ended: which rank, at which line, since when. Then "
         "show what proves it: ranks grouped by equal stacks, outliers first. Any job of this user on this host can "
         "be asked about, whoever started it and on any backend. Exit code: 2 if there is no such job or run.",
@@ -63,7 +62,7 @@ def main(args: Sequence[str]) -> int:
         given = parser.parse_args(args)
         evidence, finding = _examine(given.job)
     except UsageError as error:
-        return parser.refuse(error)
+        return parser.refuse(error, args)
     except (LookupError, OSError) as error:
         words = error.args[0] if isinstance(error, LookupError) else error
         complain(printable(f"phalanx why: {words}", keep="\n"))

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx import _env
-from phalanx._command_line import Parser, UsageError
+from phalanx._command_line import Parser, UsageError, misspelled
 from phalanx._env import nearest
 from phalanx._text import is_terminal
 from phalanx.failure.explain.entries import LANGUAGES, TOPICS, Entry, entries
 from phalanx.failure.explain.search import find, of_exit
 
-RIGHT_CALL = "phalanx explain [NAME | MESSAGE]"
 _WIDTH = 80
 _LINK = re.compile(r"\[([\w-]+)\]\(\w+\.md#[\w-]+\)")  # a link to another entry, which works only on the site
 _GAP = re.compile(
@@ -38,10 +37,9 @@ def main(args: Sequence[str]) -> int:
     """Run the command; return 2 for a name or a message that has no entry."""
     parser = Parser(
         "phalanx explain",
-        RIGHT_CALL,
+        "phalanx explain [NAME | MESSAGE]",
         "Print what an error message means, its likely causes and what to do. Without an argument, list all entries. "
         "A message may be pasted whole or in part; - reads it from standard input.",
-        'phalanx explain timeout, or phalanx explain "the message"',
     )
     parser.add_argument(
         "words", nargs="*", metavar="NAME | MESSAGE", help="name that a message ends with, or the message itself"
@@ -58,7 +56,7 @@ def main(args: Sequence[str]) -> int:
         text = sys.stdin.read() if given.words == ["-"] else " ".join(given.words)
         name, near = _find(text)
     except UsageError as error:
-        return parser.refuse(error)
+        return parser.refuse(error, args)
     _show(entries(language)[name])
     if near:
         print(f"\n{_SEE_ALSO[language]} {', '.join(near)}")
@@ -77,12 +75,13 @@ def _find(text: str) -> tuple[str, list[str]]:
         return word, []
     is_name = len(text.split()) == 1
     if is_name and not of_exit(text) and (close := nearest(word, known)):
-        raise UsageError(f"no entry {text!r}, did you mean {close}?", f"phalanx explain {close}")
+        raise misspelled(f"no entry {text!r}", text, close)
     name, near = find(text)
     if name:
         return name, near
     what = f"no entry {text!r}" if is_name else "no entry fits this message"
-    raise UsageError(what + (f"; nearest: {', '.join(near)}" if near else ""), "phalanx explain, which lists all")
+    hints = [*([f"nearest: {', '.join(near)}"] if near else []), "phalanx explain lists all"]
+    raise UsageError("; ".join([what, *hints]))
 
 
 def _language() -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from phalanx._command_line import Parser, UsageError
 from phalanx._env import is_service_link
-from phalanx.launch.command.flags import ELASTIC_CALL, FLAGS, GROUPS, RIGHT_CALL, STATIC_CALL, Flag, Setting
+from phalanx.launch.command.flags import FLAGS, GROUPS, Flag, Setting
 
 _REFUSED = re.compile(r"(?:unrecognized arguments|[Nn]o such option|Unknown command line flag)\b(.*)")
 
@@ -58,12 +58,12 @@ def read_flags(
         try:
             settings[name] = Setting(flag.parse(text), origin)
         except ValueError as error:
-            right = ELASTIC_CALL if name == "nnodes" else ""
-            raise UsageError(f"{origin} {error}, got {text!r}", right) from None
+            raise UsageError(f"{origin} {error}, got {text!r}") from None
     return settings, target
 
 
 # Names that other launchers give to flags, for errors that name the flag to use here.
+_NUM_RANKS = "--nproc-per-node"
 _NUM_RANKS_ELSEWHERE = [
     "-n",
     "-np",
@@ -84,24 +84,20 @@ _NUM_RANKS_ELSEWHERE = [
 ]
 _HOSTS_ELSEWHERE = ["-H", "-hosts", "--host", "--hosts", "--hostfile", "-hostfile", "--machinefile"]
 _ELSEWHERE = {
-    **dict.fromkeys(_NUM_RANKS_ELSEWHERE, ("the number of ranks on this node is --nproc-per-node", "")),
+    **dict.fromkeys(_NUM_RANKS_ELSEWHERE, f"the number of ranks on this node is {_NUM_RANKS}"),
     **dict.fromkeys(
         _HOSTS_ELSEWHERE,
-        (
-            "start phalanx run on every node, and give the number of nodes",
-            STATIC_CALL,
-        ),
+        "start phalanx run on every node, with --nnodes, --node-rank and --master-addr",
     ),
-    "--run-path": ("the script always runs as python runs it: leave it out", "phalanx run train.py [args]"),
-    "--logs-specs": ("logs are kept by --log-dir, --redirects and --tee: leave it out", RIGHT_CALL),
-    "--event-log-handler": ("no events of torchelastic are recorded: leave it out", RIGHT_CALL),
-    "--virtual-local-rank": ("every rank keeps its own LOCAL_RANK: leave it out", RIGHT_CALL),
-    "--numa-binding": ("ranks are bound to their NUMA node unless --no-pin is given: leave it out", RIGHT_CALL),
+    "--run-path": "the script always runs as python runs it: leave it out",
+    "--logs-specs": "logs are kept by --log-dir, --redirects and --tee: leave it out",
+    "--event-log-handler": "no events of torchelastic are recorded: leave it out",
+    "--virtual-local-rank": "every rank keeps its own LOCAL_RANK: leave it out",
+    "--numa-binding": "ranks are bound to their NUMA node unless --no-pin is given: leave it out",
 }
 
 
 _TARGET = "target"
-_NUM_RANKS = "--nproc-per-node"
 
 
 def _parse(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, tuple[str, str]], list[str]]:
@@ -115,13 +111,12 @@ def _parse(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, tuple[str, st
             raise
         unknown = [found]
     if unknown:
-        name = unknown[0].partition("=")[0].replace("_", "-")
+        word = unknown[0].partition("=")[0]
+        name = word.replace("_", "-")
         if name not in _ELSEWHERE:
-            raise parser.unknown(unknown[0], argv)
-        what, right = _ELSEWHERE[name]
-        raise UsageError(
-            f"unknown flag {name}: {what}", right or parser.call(argv, {unknown[0].partition("=")[0]: _NUM_RANKS})
-        )
+            raise parser.unknown(unknown[0])
+        meant = [_NUM_RANKS] if name in _NUM_RANKS_ELSEWHERE else ()
+        raise UsageError(f"unknown flag {name}: {_ELSEWHERE[name]}", word if meant else "", meant)
     given = vars(namespace)
     target = given.pop(_TARGET)
     return given, target[1:] if target[:1] == ["--"] else target
@@ -160,12 +155,13 @@ def split_off_flags(words: Sequence[str], also: Sequence[Flag] = ()) -> tuple[li
     return ours, others
 
 
-def hint_for_flags(refusal: str, command: Sequence[str]) -> str:
+def hint_for_flags(refusal: str, command: Sequence[str], typed: str) -> str:
     """If a script has rejected one of our flags, return a hint to put the flag before the script; otherwise "".
 
     Args:
         refusal: Last output of the script.
         command: Command of a rank: the interpreter, and its script or module with all arguments.
+        typed: Command line that the user has typed, which ends in the script or module with all arguments.
     """
     refused = _REFUSED.search(refusal)
     if refused is None:
@@ -175,7 +171,9 @@ def hint_for_flags(refusal: str, command: Sequence[str]) -> str:
     names = [word.partition("=")[0] for word in ours if word.startswith("-")]
     if not any(name in refused[1].replace("=", " ").split() for name in names):
         return ""
-    right = shlex.join(["phalanx", "run", *ours, *command[1:target], *its])
+    before = shlex.split(typed)[: target - 1 - len(command)]
+    before = before[:-1] if before[-1] == "--" else before
+    right = shlex.join([*before, *ours, command[target - 1], *its])
     return f"{names[0]} is a flag of phalanx run, and stands before the script: {right}"
 
 
@@ -231,7 +229,6 @@ def run_parser() -> Parser:
         "Run a script on several ranks, on this machine or on several, with torchrun's flags and environment. Flags "
         "come before the script and may be written with - or _. Each can be set in the environment, too: "
         "--max-restarts as PHALANX_MAX_RESTARTS, or as torchrun's PET_MAX_RESTARTS.",
-        RIGHT_CALL,
     )
     add_flags(parser, GROUPS)
     return parser

@@ -17,10 +17,6 @@ from phalanx._env import REPLACE_VARIABLE
 from phalanx.host.block_pool import CHOICES
 from phalanx.launch.command import flag_values as parse
 
-RIGHT_CALL = "phalanx run --nproc-per-node 2 train.py [args]"
-STATIC_CALL = "phalanx run --nnodes 2 --node-rank 0 --master-addr HOST train.py"
-ELASTIC_CALL = "phalanx run --nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT train.py"
-
 
 @dataclasses.dataclass(frozen=True)
 class Flag:

@@ -18,7 +18,7 @@ def main(args: Sequence[str]) -> int:
     try:
         plan = make_plan(args, _env.environment(), parser)
     except UsageError as error:
-        return parser.refuse(error)
+        return parser.refuse(error, args)
     _env.update(plan.variables)
     if plan.is_dry:
         print(plan.describe())

@@ -9,7 +9,7 @@ from typing import Any
 from phalanx._command_line import UsageError
 from phalanx._text import counted
 from phalanx.host.schedulers import Placement
-from phalanx.launch.command.flags import ELASTIC_CALL, STATIC_CALL, Setting
+from phalanx.launch.command.flags import Setting
 
 STATIC_PORT = 29500
 """Default port of the static rendezvous. This port and `_C10D_PORT` are torchrun's defaults."""
@@ -63,44 +63,40 @@ def check_nodes(settings: Mapping[str, Setting], place: Placement | None) -> Non
         how = "leave it out" if most == 1 else f"{most - 1} is the most"
         raise UsageError(
             f"{replicas.origin} {replicas.value} needs {counted(replicas.value, 'other node')}, but this job has at "
-            f"most {counted(most, 'node')} (--nnodes): {how}",
-            right=None,
+            f"most {counted(most, 'node')} (--nnodes): {how}"
         )
     if settings["standalone"].value:
         if most > 1 and nnodes.origin.startswith("--"):
-            raise UsageError(f"--standalone is a job of one node, and --nnodes asks for {most}", STATIC_CALL)
+            raise UsageError(f"--standalone is a job of one node, and --nnodes asks for {most}")
         return
     if place is not None and most > 1 and not least <= place.num_nodes <= most + settings["spares"].value:
         started = f"{place.scheduler} started {place.num_nodes}"
-        raise UsageError(f"{nnodes.origin} asks for {most} nodes, and {started}", right=None)
+        raise UsageError(f"{nnodes.origin} asks for {most} nodes, and {started}")
     if most == 1 and settings["spares"].value:
-        raise UsageError(
-            "--spares is for jobs of at least 2 nodes: --nnodes 2 --spares 1, and 3 nodes in all", right=None
-        )
+        raise UsageError("--spares is for jobs of at least 2 nodes: --nnodes 2 --spares 1, and 3 nodes in all")
     if most == 1:
         return
     if settings["spares"].value and backend == "static":
         raise UsageError(
-            "--spares needs nodes without fixed numbers, and --rdzv-backend static gives them: leave that out",
-            right=None,
+            "--spares needs nodes without fixed numbers, and --rdzv-backend static gives them: leave that out"
         )
     if backend == "static":
         _check_static(settings, nnodes)
     elif not settings["rdzv-endpoint"].value:
         needs = "needs --rdzv-endpoint HOST:PORT, the same on all"
-        raise UsageError(f"--rdzv-backend c10d with several nodes {needs}", ELASTIC_CALL)
+        raise UsageError(f"--rdzv-backend c10d with several nodes {needs}")
 
 
 def _check_static(settings: Mapping[str, Setting], nnodes: Setting) -> None:
     least, most = nnodes.value
     if least != most:
         needs = "needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT"
-        raise UsageError(f"{nnodes.origin} {least}:{most} {needs}", ELASTIC_CALL)
+        raise UsageError(f"{nnodes.origin} {least}:{most} {needs}")
     node_rank = settings["node-rank"]
     if node_rank.value >= most:
-        raise UsageError(f"{node_rank.origin} must lie in [0, {most}), got {node_rank.value}", STATIC_CALL)
+        raise UsageError(f"{node_rank.origin} must lie in [0, {most}), got {node_rank.value}")
     if not any(settings[name].is_given for name in ("master-addr", "rdzv-endpoint")):
-        raise UsageError(f"{most} nodes need --master-addr HOST, the same on all, where node 0 listens", STATIC_CALL)
+        raise UsageError(f"{most} nodes need --master-addr HOST, the same on all, where node 0 listens")
 
 
 def rendezvous(settings: Mapping[str, Setting]) -> dict[str, Any]:

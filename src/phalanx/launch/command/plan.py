@@ -32,7 +32,7 @@ from phalanx.host.schedulers import Placement, contradiction, detect_node, unuse
 from phalanx.launch.command.flag_parser import read_flags
 from phalanx.launch.command.flags import Flag, Setting
 from phalanx.launch.command.node_flags import STATIC_PORT, check_nodes, rendezvous, scheduled_flags, with_spares
-from phalanx.launch.command.target import command_of, flags_behind_the_script
+from phalanx.launch.command.target import command_of, flags_after_the_script
 from phalanx.launch.command.tuned import Tuned, recall
 from phalanx.launch.environment import binds_threads, shared_environment
 from phalanx.launch.job import Job
@@ -99,7 +99,7 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
     machine = read_machine()
     min_ranks, num_ranks, why = count_local_ranks(settings["nproc-per-node"], machine, environ)
     _check(settings, place, num_ranks, environ)
-    command = command_of(target, module=value["module"], no_python=value["no-python"])
+    command = command_of(target, module=settings["module"].origin * value["module"], no_python=value["no-python"])
     tuned = _tuned(settings, command, machine, environ)
     if tuned is not None:
         min_ranks, num_ranks, why = tuned.ranks, tuned.ranks, _TUNED
@@ -107,7 +107,7 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
     foreseen = {**environ, **head.settings}
     job = Job(
         command=command,
-        remark=flags_behind_the_script(target),
+        remark=flags_after_the_script(target),
         typed=shlex.join(["phalanx", "run", *argv]),
         preload=not (value["no-python"] or value["no-preload"] or head.doubt or binds_threads(foreseen)),
         head=head,
@@ -185,7 +185,7 @@ def read_command(
         _settings.read_settings(environ)
         place = detect_node(environ)
     except ValueError as error:
-        raise UsageError(str(error), right=None) from None
+        raise UsageError(str(error)) from None
     who = place.scheduler if place else ""
     settings, target = read_flags(argv, environ, scheduled_flags(place), who, parser=parser, also=also)
     return with_spares(settings, place), target, place

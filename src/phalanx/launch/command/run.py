@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from phalanx import _env
-from phalanx._text import filled
+from phalanx._text import complain, filled
 from phalanx.failure.hints import hint_for
 from phalanx.failure.report import report, words_of_resuming
 from phalanx.host.cgroups import count_oom_kills
@@ -37,17 +36,17 @@ def run(job: Job, spare: Spare | None = None) -> int:
         spare: Process that becomes the first forker in a warm start.
     """
     if job.served_port and (problem := port_problem(job.served_port)):
-        print(f"phalanx run: {problem}; {port_advice(job.max_nodes)}", file=sys.stderr)
+        complain(f"phalanx run: {problem}; {port_advice(job.max_nodes)}")
         return 1
     open_streams()
     if problem := descriptor_problem(job.num_local_ranks):
-        print(f"phalanx run: {problem}", file=sys.stderr)
+        complain(f"phalanx run: {problem}")
         return 1
     try:
         folder = RunFolder(job.log_dir, job.command)
     except OSError as error:
-        print(f"phalanx run: can't write to --log-dir {job.log_dir}: {error.strerror}", file=sys.stderr)
-        return 1
+        complain(f"phalanx run: can't write to --log-dir {job.log_dir!r}: {error.strerror}")
+        return 2
     claim = _claim(job)
     with Supervisor(job, folder, spare) as supervisor, Presence(claim) as presence:
         for line in job.opening(f"logs in {folder.path}", *filter(None, [folder.note])):
@@ -102,4 +101,4 @@ def _hint_for_usage(culprit: Ending, job: Job) -> str:
     words = culprit.last_words
     if culprit.signal or words.name not in ("", "SystemExit"):
         return ""
-    return hint_for_flags("\n".join([*words.lines, words.summary]), job.command)
+    return hint_for_flags("\n".join([*words.lines, words.summary]), job.command, job.typed)

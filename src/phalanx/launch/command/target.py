@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
-from phalanx._command_line import UsageError
-from phalanx._env import did_you_mean
+from phalanx._command_line import UsageError, misspelled
+from phalanx._env import nearest
 from phalanx._text import listed
 from phalanx.host.cpus import has_module
 
 
-def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple[str, ...]:
+def command_of(target: Sequence[str], *, module: str, no_python: bool) -> tuple[str, ...]:
     """Return the command of every rank.
+
+    Args:
+        target: Script, module or program, with its arguments.
+        module: Flag by which `target` is a module; empty if it is none.
 
     Raises:
         UsageError: There is no such script, module or program, or it can't be run.
@@ -27,7 +32,7 @@ def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple
     if module:
         package = target[0].split(".")[0]
         if target[0].endswith(".py") or os.sep in target[0]:
-            raise UsageError(f"-m takes a module, got the file {target[0]!r}", f"phalanx run {target[0]}")
+            raise UsageError(f"-m takes a module, got the file {target[0]!r}", module, ())
         if not has_module(package, os.getcwd()):
             raise UsageError(f"no module named {package!r}")
         return (sys.executable, "-m", *target)
@@ -42,7 +47,7 @@ _OURS = {  # our flags that few scripts define themselves
 }
 
 
-def flags_behind_the_script(target: Sequence[str]) -> str:
+def flags_after_the_script(target: Sequence[str]) -> str:
     """Return a remark if some of our flags were put after a script that does not know them; otherwise ""."""
     given = [word.partition("=")[0] for word in target[1:]]
     ours = [word for word in dict.fromkeys(given) if word.replace("_", "-") in _OURS]
@@ -52,8 +57,12 @@ def flags_behind_the_script(target: Sequence[str]) -> str:
     ours = [word for word in ours if word[2:].replace("-", "_").encode() not in source.replace(b"-", b"_")]
     if not ours:
         return ""
-    them = "it goes to the script, and has" if len(ours) == 1 else "they go to the script, and have"
-    return f"{listed(ours)} behind the script: {them} no effect here; put flags of phalanx run before it"
+    stand, them = ("stands", "it goes") if len(ours) == 1 else ("stand", "they go")
+    have = "has" if len(ours) == 1 else "have"
+    return (
+        f"{listed(ours)} {stand} after the script, so {them} to the script and {have} no effect here; put flags of "
+        "phalanx run before the script"
+    )
 
 
 def _check_program(target: Sequence[str]) -> None:
@@ -64,8 +73,8 @@ def _check_program(target: Sequence[str]) -> None:
         return
     there = [path for path in paths if os.path.exists(path)]
     if there:
-        raise UsageError(f"{there[0]!r} is not executable", f"chmod +x {there[0]}")
-    raise UsageError(f"no program {program!r}", "phalanx run --no-python ./program [args]")
+        raise UsageError(f"{there[0]!r} is not executable; chmod +x {shlex.quote(there[0])} makes it so")
+    raise UsageError(f"no program {program!r}" + " on the PATH" * (os.sep not in program))
 
 
 def _check_script(target: Sequence[str]) -> None:
@@ -73,12 +82,13 @@ def _check_script(target: Sequence[str]) -> None:
     script = target[0]
     if not os.path.exists(script):
         if os.path.basename(script).startswith("python") and len(target) > 1:
-            raise UsageError(f"give the script alone, without {script}", f"phalanx run {' '.join(target[1:])}")
+            raise UsageError(f"give the script alone, without {script!r}", script, ())
         folder = os.path.dirname(script) or "."
         scripts = [name for name in os.listdir(folder) if name.endswith(".py")] if os.path.isdir(folder) else []
-        near = did_you_mean(os.path.basename(script), scripts)
-        raise UsageError(f"no script {script!r} in {os.getcwd()}{near}")
+        near = nearest(os.path.basename(script), scripts)
+        near = near and os.path.join(os.path.dirname(script), near)
+        raise misspelled(f"no script {script!r} in {os.getcwd()!r}", script, near)
     if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
         raise UsageError(f"the folder {script!r} has no __main__.py; name a script in it")
     if not os.access(script, os.R_OK):
-        raise UsageError(f"the script {script!r} is not readable", f"chmod +r {script}")
+        raise UsageError(f"the script {script!r} is not readable; chmod +r {shlex.quote(script)} makes it so")

@@ -13,8 +13,6 @@ from phalanx._text import columns, counted
 from phalanx.launch.warm import starter
 from phalanx.wire import places
 
-_RIGHT = "phalanx warm --list|--stop"
-
 
 def main(args: Sequence[str]) -> int:
     """Run the command and return its exit code."""
@@ -22,7 +20,7 @@ def main(args: Sequence[str]) -> int:
         "phalanx run --warm forks a job from a process that has imported torch, and starts that process if there is "
         "none that fits. It ends ten minutes after its last job. Running jobs do not need it."
     )
-    parser = Parser("phalanx warm", _RIGHT, about, _RIGHT)
+    parser = Parser("phalanx warm", "phalanx warm --list|--stop", about)
     parser.add_argument("--list", action="store_true", help="show this user's warm processes")
     parser.add_argument("--stop", action="store_true", help="end them; running jobs continue")
     try:
@@ -30,7 +28,7 @@ def main(args: Sequence[str]) -> int:
         if given.list == given.stop:
             raise UsageError("name --list or --stop")
     except UsageError as error:
-        return parser.refuse(error)
+        return parser.refuse(error, args)
     if given.stop:
         pids = [starter.stop(path) for path in places.sockets()]
         print(*[f"ended pid {pid}" for pid in pids if pid is not None] or ["no warm process"], sep="\n")

@@ -21,7 +21,6 @@ from phalanx.testing.fuzz.session import Outcome, Session, joined
 from phalanx.testing.fuzz.shrink import shrink, write_script
 
 JUDGES = ("gloo", "mpi", "arithmetic")
-_RIGHT = "python -m phalanx.testing.fuzz --against gloo --seconds 60 --ranks 4 --hosts 2"
 _PROGRAMS_OF_SESSION = 10  # after this many programs, new ranks start, with another number of ranks, hosts and settings
 _MOST_RANKS = 64
 _SIZES = (1, 2, 2, 3, 3, 4, 4, 5, 6, 8)  # world sizes by default
@@ -38,7 +37,7 @@ def _command(args: list[str]) -> int:
         given = parser.parse_args(args)
         _check(given)
     except UsageError as error:
-        return parser.refuse(error)
+        return parser.refuse(error, args)
     require_linux("the fuzzer", "run it on Linux")
     # functional collectives need this module; ranks are forked from a process that has already imported it
     importlib.import_module("torch._dynamo")
@@ -56,7 +55,6 @@ def make_parser() -> Parser:
         "python -m phalanx.testing.fuzz [flags]",
         "Run random programs of collectives and messages on phalanx, and compare every result with that of another "
         "backend. A program that fails is cut down and written as a script.",
-        _RIGHT,
     )
     add = parser.add_argument
     add("--against", choices=JUDGES, default="gloo", help="reference for results; arithmetic where it has none")
@@ -104,7 +102,7 @@ def _check(given: argparse.Namespace) -> None:
     if given.steps < 1:
         raise UsageError(f"--steps must be at least 1, got {given.steps}")
     if given.against == "mpi" and (missing := mpi.why_not()):
-        raise UsageError(f"--against mpi: {missing}", None)
+        raise UsageError(f"--against mpi: {missing}")
     if given.limit <= 0:
         raise UsageError("--limit must be more than 0")
 
