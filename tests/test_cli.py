@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,73 +25,110 @@ def run_phalanx(*args, **options):
     return subprocess.run([*PHALANX, *args], capture_output=True, text=True, timeout=60, **options)
 
 
-RIGHT = "phalanx run --nproc-per-node 2 train.py [args]"
 COMMANDS = tuple(cli._COMMANDS)
 
 
 @pytest.fixture
 def refused(capsys):
-    """Check that a call is refused with its usage, and a line with the mistake and the right call for it."""
+    """Check that a call is refused with its usage, a line with the mistake, and the call that was meant, if any."""
 
-    def check(args, said, right):
+    def check(args, said, right=""):
         code = main(args)
         assert_refused(code, *capsys.readouterr(), said, right)
 
     return check
 
 
-def assert_refused(code, out, err, said, right):
+def assert_refused(code, out, err, said, right=""):
     usage, mistake, *more = err.splitlines()
     assert (code, out, more) == (2, "", []), err
     assert usage.startswith("usage: phalanx ")
-    assert f": {said}" in mistake
-    assert mistake.endswith((f"; right: {right}", f"? Right: {right}")), mistake
+    assert said in mistake
+    assert ("ight: phalanx " in mistake) == bool(right), mistake
+    assert mistake.endswith((f"; right: {right}", f"? Right: {right}") if right else said), mistake
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "no command given; phalanx --help lists them"),
+        (["fly"], "unknown command 'fly'; phalanx --help lists all"),
+        (["train", "x.py"], "unknown command 'train'; phalanx --help lists all"),
+        (["run"], "no script given"),
+        (["run", "-n3", "x.py"], "unknown flag -n3"),
+        (["run", "-m", "no_such_module"], "no module named 'no_such_module'"),
+        (["run", "--nproc-per-node", "two", "x.py"], "or MIN:MAX with MIN <= MAX, got 'two'"),
+        (["run", "--nproc-per-node"], "--nproc-per-node needs a value: --nproc-per-node N|MIN:MAX"),
+        (["run", "--run-path", "x.py"], "the script always runs as python runs it: leave it out"),
+        (["run", "--hosts", "a,b", "x.py"], "on every node, with --nnodes, --node-rank and --master-addr"),
+        (["run", "--nproc-per-node", "2", "--version"], "--version stands alone: phalanx --version"),
+        (["run", "--nnodes", "2", "x.py"], "2 nodes need --master-addr HOST, the same on all, where node 0 listens"),
+        (["run", "--no-python", "no-such-program"], "no program 'no-such-program' on the PATH"),
+        (["why", "--foo"], "unknown flag --foo"),
+        (["report"], "missing FOLDER"),
+        (["report", "one", "two"], "unexpected argument 'two'"),
+        (["ckpt"], "no command given"),
+        (["ckpt", "diff", "a b", "1", "2", "3"], "two folders are needed, got 'a b' 1 2 3"),
+        (["ckpt", "ls", "x", "--version"], "--version stands alone: phalanx --version"),
+        (["doctor", "now"], "unexpected argument 'now'"),
+        (["explain", "xylophone"], "no entry 'xylophone'; phalanx explain lists all"),
+        (["tune"], "no script given"),
+        (["verify-resume"], "no script given"),
+        (["check", "--resume", "--steps", "3", "x.py"], "runs the whole script; --steps is for its first steps"),
+        (["warm"], "name --list or --stop"),
+        # Nobody knows which of two words is the wrong one.
+        (["run", "--role", "helo.py", "helo.py"], "did you mean hello.py?"),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_shows_the_usage_and_no_call_that_is_not_the_users(refused, tmp_path, monkeypatch, args, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hello.py").touch()
+    refused(args, said)
 
 
 @pytest.mark.parametrize(
     ("args", "said", "right"),
     [
-        ([], "no command given", RIGHT),
-        (["fly"], "unknown command 'fly'", "phalanx --help"),
-        (["rn", "train.py"], "unknown command 'rn', did you mean run?", "phalanx run train.py"),
-        (["train.py", "--lr", "1"], "train.py is a script, not a command", "phalanx run train.py --lr 1"),
-        (["run"], "no script given", RIGHT),
-        (["run", "missing.py"], "no script 'missing.py'", RIGHT),
-        (["run", "--nproc", "3", "x.py"], "unknown flag --nproc, did", "phalanx run --nproc-per-node 3 x.py"),
-        (["run", "-n3", "x.py"], "unknown flag -n3", RIGHT),
-        (["run", "--np=3", "x.py", "-v"], "unknown flag --np: the", "phalanx run --nproc-per-node=3 x.py -v"),
-        (["run", "--nproc-per-node", "two", "x.py"], "--nproc-per-node must be", RIGHT),
-        (["run", "--nproc-per-node"], "--nproc-per-node needs a value", RIGHT),
-        (["run", "--run-path", "x.py"], "unknown flag --run-path", "phalanx run train.py [args]"),
-        (["report"], "missing FOLDER", "phalanx report runs/train"),
-        (["report", "one", "two"], "unexpected argument 'two'", "phalanx report runs/train"),
-        (["ckpt"], "no command given", "phalanx ckpt ls runs/train"),
-        (["ckpt", "verfy", "x"], "unknown command 'verfy', did you mean verify?", "phalanx ckpt verify x"),
-        (["ckpt", "verify", "x", "--al"], "unknown flag --al, did you mean --all?", "phalanx ckpt verify x --all"),
-        (["doctor", "--jsn"], "unknown flag --jsn, did you mean --json?", "phalanx doctor --json"),
-        (["doctor", "now"], "unexpected argument 'now'", "phalanx doctor --nnodes 2 --node-rank 0 --master-addr HOST"),
-        (["run", "--nproc-per-node", "2", "--version"], "--version stands alone", "phalanx --version"),
-        (["ckpt", "ls", "x", "--version"], "--version stands alone", "phalanx --version"),
-        (["tune"], "no script given", "phalanx tune [flags] train.py [args]"),
-        (["tune", "missing.py"], "no script 'missing.py'", "phalanx tune [flags] train.py [args]"),
-        (["verify-resume"], "no script given", "phalanx check --nproc 8 train.py [args]"),
+        ("rn train.py", "unknown command 'rn', did you mean run?", "run train.py"),
+        ("train.py --lr 1 'a b'", "'train.py' is a script, not a command", "run train.py --lr 1 'a b'"),
         (
-            ["check", "--resume", "--steps", "3", "train.py"],
-            "--resume runs the whole script; --steps is for its first steps",
-            "phalanx check --nproc 8 train.py [args]",
+            "run --nproc 3 x.py --nproc-per-node 4",
+            "unknown flag --nproc, did",
+            "run --nproc-per-node 3 x.py --nproc-per-node 4",
         ),
+        ("run --np=3 x.py -v", "unknown flag --np: the number of ranks", "run --nproc-per-node=3 x.py -v"),
+        ("run --max-restarts 1 helo.py 'a b'", "no script 'helo.py' in ", "run --max-restarts 1 hello.py 'a b'"),
+        ("run 'my folder/helo.py' -x", "no script 'my folder/helo.py' in ", "run 'my folder/hello.py' -x"),
+        ("run --nnodes 1 python hello.py -m", "give the script alone, without 'python'", "run --nnodes 1 hello.py -m"),
+        ("run --no-pin -m hello.py 2", "-m takes a module, got the file 'hello.py'", "run --no-pin hello.py 2"),
+        ("check helo.py --nproc 4", "no script 'helo.py' in ", "check hello.py --nproc 4"),
+        ("tune --seconds 9 helo.py", "no script 'helo.py' in ", "tune --seconds 9 hello.py"),
+        ("ckpt verfy x", "unknown command 'verfy', did you mean verify?", "ckpt verify x"),
+        ("ckpt verify x --al", "unknown flag --al, did you mean --all?", "ckpt verify x --all"),
+        ("doctor --jsn", "unknown flag --jsn, did you mean --json?", "doctor --json"),
+        ("explain timeuot", "no entry 'timeuot', did you mean timeout?", "explain timeout"),
     ],
-    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_shows_the_usage_and_the_right_call_for_it(refused, args, said, right):
-    refused(args, said, right)
+def test_a_mistake_shows_the_users_own_call_with_the_wrong_word_corrected(
+    refused, tmp_path, monkeypatch, args, said, right
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("hello.py", "my folder/hello.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    refused(shlex.split(args), said, f"phalanx {right}")
 
 
 @pytest.mark.parametrize("args", [["fly"], ["run", "missing.py"]])
-def test_the_process_of_a_command_ends_with_the_code_of_a_mistake(args):
-    done = run_phalanx(*args)
-    said, right = ("unknown command 'fly'", "phalanx --help") if args == ["fly"] else ("no script 'missing.py'", RIGHT)
-    assert_refused(done.returncode, done.stdout, done.stderr, said, right)
+def test_the_process_of_a_command_ends_with_the_code_of_a_mistake(tmp_path, args):
+    done = run_phalanx(*args, cwd=tmp_path)
+    said = (
+        "unknown command 'fly'; phalanx --help lists all"
+        if args == ["fly"]
+        else f"no script 'missing.py' in '{tmp_path}'"
+    )
+    assert_refused(done.returncode, done.stdout, done.stderr, said)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -120,17 +158,18 @@ def test_a_misspelt_variable_is_named_without_a_call_that_would_not_mend_it(monk
     assert last == "phalanx run: unknown environment variable PHALANX_STAL_S, did you mean PHALANX_STALL_S?"
 
 
-def test_a_script_that_cannot_run_is_refused_with_the_call_that_would_do(tmp_path, monkeypatch, refused):
+def test_a_script_that_cannot_run_is_refused_with_what_would_help(tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
-    for name in ("train.py", "tool.sh"):
-        (tmp_path / name).touch(mode=0o644)
-    for args, said, right in (
-        (["run", "trian.py"], f"no script 'trian.py' in {tmp_path}, did you mean train.py?", RIGHT),
-        (["run", "."], "the folder '.' has no __main__.py", RIGHT),
-        (["run", "--no-python", "./tool.sh"], "'./tool.sh' is not executable", "chmod +x ./tool.sh"),
-        (["run", "python", "train.py", "--lr", "1"], "give the script alone", "phalanx run train.py --lr 1"),
-    ):
-        refused(args, said, right)
+    (tmp_path / "my tool.sh").touch(mode=0o644)
+    refused(["run", "."], "the folder '.' has no __main__.py; name a script in it")
+    tool = "'./my tool.sh'"
+    refused(["run", "--no-python", "./my tool.sh"], f"{tool} is not executable; chmod +x {tool} makes it so")
+
+
+def test_a_folder_for_logs_that_can_not_be_written_is_a_refused_argument(tmp_path, capfd):
+    (tmp_path / "x.py").touch()
+    assert main(["run", "--log-dir", "/proc/x", str(tmp_path / "x.py")]) == 2
+    assert capfd.readouterr().err == "phalanx run: can't write to --log-dir '/proc/x': No such file or directory\n"
 
 
 @pytest.mark.parametrize("flag", ["--nproc-per-node", "--nproc_per_node"])

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx
+from phalanx.failure.ending import Ending
 from phalanx.failure.report import first_true_failure
 from phalanx.testing import RankError, await_release, reached, run_ranks, spawn_ranks
 
@@ -140,7 +141,7 @@ def test_the_rank_that_dies_is_named_and_not_its_victims(run_ranks, how, code):
 
 def test_a_rank_that_hangs_is_killed_at_the_limit_and_shows_where(run_ranks):
     start = time.monotonic()
-    with pytest.raises(RankError, match=r"hung: ranks \[0\]") as caught:
+    with pytest.raises(RankError, match=r"\n  limit 0\.5 s passed; hung: ranks \[0\]") as caught:
         run_ranks(rank_zero_hangs, 2, backend=None, timeout_s=0.5)
     assert time.monotonic() - start < 10
     assert caught.value.hung == [0]
@@ -244,6 +245,16 @@ def skip_on_one_rank_and_fail_on_the_other(rank, world_size):
         pytest.skip("needs a GPU")
     await_release("skipped")
     raise ValueError("bad learning rate")
+
+
+def test_ranks_that_hang_after_the_failure_of_another_are_not_said_to_have_reached_the_limit():
+    hung, failed = Ending(rank=0, pid=10, exitcode=-6, hung=True), Ending(rank=1, pid=11, exitcode=3)
+    assert "\n  rank 1 failed; hung: ranks [0]" in str(first_true_failure([hung, failed], 4.0))
+
+
+def test_a_call_that_the_harness_makes_names_no_line(run_ranks):
+    with pytest.raises(RankError, match=r"ValueError: init_process_group: unknown backend 'glo', did you mean gloo\?"):
+        run_ranks(sum_of_ranks, 2, 1, backend="glo")
 
 
 def test_a_failure_beside_a_skip_is_a_failure():

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from phalanx._command_line import Parser, UsageError
-from phalanx._text import broken, complain, ending_of, named
+from phalanx._text import broken, complain, ending_of, named, shortened
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,12 @@ class Screen(io.StringIO):
         return True
 
 
+def test_text_that_is_too_long_is_cut_between_words_if_it_has_some():
+    assert shortened("rank 1 timed out", 16) == "rank 1 timed out"
+    assert shortened("rank 1 timed out", 15) == "rank 1 timed..."
+    assert shortened("at /a/rather/long/path", 16) == "at /a/rather/..."
+
+
 def test_a_message_is_broken_between_words_where_a_terminal_shows_it(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     for screen, said in (
@@ -58,10 +64,10 @@ def test_what_is_broken_off_goes_on_below_its_own_column(monkeypatch):
 
 def test_a_mistake_in_a_command_line_is_broken_between_words_on_a_terminal_alone(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    parser = Parser("phalanx fly", "phalanx fly [options] " + "PLACE " * 20, "Flies.", "phalanx fly home")
+    parser = Parser("phalanx fly", "phalanx fly [options] " + "PLACE " * 20, "Flies.")
     for screen, num_lines in ((Screen(), 5), (io.StringIO(), 2)):
         monkeypatch.setattr(sys, "stderr", screen)
-        assert parser.refuse(UsageError("unknown flag --fast; " * 6)) == 2
+        assert parser.refuse(UsageError("unknown flag --fast; " * 6, "hom", ["home"]), ["hom"]) == 2
         shown = screen.getvalue()
         assert len(shown.splitlines()) == num_lines
         assert " ".join(shown.split()).endswith("right: phalanx fly home")

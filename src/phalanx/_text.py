@@ -107,8 +107,12 @@ def signal_name(number: int) -> str:
 
 
 def shortened(text: str, max_chars: int = 60) -> str:
-    """Return text cut to `max_chars`, so that it fits into a line with other text."""
-    return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
+    """Return text cut to `max_chars`, between words if it has some, so that it fits into a line with other text."""
+    if len(text) <= max_chars:
+        return text
+    kept = text[: max_chars - 3]
+    word = kept.rfind(" ")  # a word that takes half of the text is cut: it is a path, or no word
+    return f"{kept[:word] if word > len(kept) // 2 else kept}..."
 
 
 def ending_of(path: str, max_chars: int) -> str:

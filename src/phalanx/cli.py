@@ -14,6 +14,7 @@ import phalanx
 from phalanx._command_line import Parser, UsageError, exit_code_of, misspelled
 from phalanx._env import nearest
 from phalanx._errors import PhalanxError, require_linux
+from phalanx._text import complain
 
 
 class _Command(NamedTuple):
@@ -113,7 +114,7 @@ def _command(args: list[str]) -> int:
         try:
             require_linux(f"phalanx {name}", "start scripts with torchrun, on the backend gloo")
         except PhalanxError as error:
-            print(error, file=sys.stderr)
+            complain(str(error))
             return 2
     if rest == ["--version"]:
         return _no_command(rest)

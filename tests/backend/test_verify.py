@@ -595,8 +595,8 @@ def replay_nonsense(rank, size, folder):
     [
         ("notes.txt", b"", "holds no inputs of a call (rank_0.pt and so on)"),
         ("rank_x.pt", b"", "holds no inputs of a call (rank_0.pt and so on)"),
-        ("rank_0.pt", b"nonsense", "rank_0.pt can't be read: "),
-        ("rank_0.pt", b"", "rank_0.pt can't be read: "),
+        ("rank_0.pt", b"nonsense", "rank_0.pt' can't be read: "),
+        ("rank_0.pt", b"", "rank_0.pt' can't be read: "),
     ],
 )
 def test_a_folder_without_inputs_is_refused(run_ranks, tmp_path, name, content, words):

@@ -232,17 +232,17 @@ def test_every_dtype_is_exported_or_refused(ckpt, tmp_path):
     assert_same(dict(sorted(load_file(tmp_path / "k.safetensors").items())), dict(sorted(known.items())))
     code, _, err = ckpt("export", tmp_path / "c", tmp_path / "o.safetensors")
     assert code == 2
-    assert "odd is torch.complex64, which safetensors does not support; export to a .pt file" in err
+    assert "'odd' is torch.complex64, which safetensors does not support; export to a .pt file" in err
 
 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["fly"], "unknown command 'fly'; right: phalanx ckpt ls runs/train"),
-        (["ls"], "missing FOLDER; right: phalanx ckpt ls runs/train"),
-        (["ls", "none"], "none is not a folder"),
-        (["ls", "."], ". holds no checkpoint"),
-        (["show", "none"], "none is not a folder"),
+        (["fly"], "unknown command 'fly'"),
+        (["ls"], "missing FOLDER"),
+        (["ls", "none"], "'none' is not a folder"),
+        (["ls", "."], "'.' holds no checkpoint"),
+        (["show", "none"], "'none' is not a folder"),
         (["show", "SAVED", "--step", "7"], "has no checkpoint of step 7; it has steps 10, 20, 30"),
         (["show", "SAVED", "--step", "x"], "--step must be a whole number of at least 0, got 'x'"),
         (["show", "SAVED", "--rank", "2"], "--rank must lie in [0, 2), got 2"),
@@ -251,11 +251,11 @@ def test_every_dtype_is_exported_or_refused(ckpt, tmp_path):
         (["verify", "SAVED", "--step", "10", "--all"], "--step and --all contradict each other"),
         (["diff", "SAVED", "10", "x"], "a folder and two steps, or two folders are needed"),
         (["diff", "SAVED", "10", "7"], "has no checkpoint of step 7"),
-        (["export", "SAVED", "m.bin"], "m.bin must end in .safetensors or .pt"),
+        (["export", "SAVED", "m.bin"], "'m.bin' must end in .safetensors or .pt"),
         (["export", "SAVED", "m.pt", "--key", "net"], "the checkpoint has no 'net'; it has 'model', 'optimizer'"),
-        (["export", "SAVED", "none/m.pt"], "there is no folder none to write to; make it first: mkdir -p none"),
-        (["export", "SAVED", "/dev/full/m.pt"], "there is no folder /dev/full to write to"),
-        (["export", "SAVED", "/proc/m.pt"], "can't write /proc/m.pt: No such file or directory"),
+        (["export", "SAVED", "none/m.pt"], "there is no folder 'none' to write to; make it first: mkdir -p none"),
+        (["export", "SAVED", "/dev/full/m.pt"], "there is no folder '/dev/full' to write to"),
+        (["export", "SAVED", "/proc/m.pt"], "can't write '/proc/m.pt': No such file or directory"),
     ],
 )
 def test_a_mistake_is_one_line_and_one_in_the_call_shows_the_usage(saved, ckpt, tmp_path, monkeypatch, args, said):
@@ -266,7 +266,8 @@ def test_a_mistake_is_one_line_and_one_in_the_call_shows_the_usage(saved, ckpt, 
     assert said in err
     *usage, line = err.splitlines()
     assert line.startswith("phalanx ckpt")
-    assert len(usage) == ("; right: " in line)
+    is_in_call = any(word in line for word in ("unknown", "missing", "must be", "contradict", "are needed"))
+    assert len(usage) == is_in_call
     assert all(first.startswith("usage: phalanx ckpt ") for first in usage)
     assert not list(tmp_path.iterdir())
 

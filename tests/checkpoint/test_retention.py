@@ -90,7 +90,7 @@ def test_the_folder_of_a_run_stands_for_its_checkpoints(folder, tmp_path_factory
     flip_bit(folder / "step-00000007" / "rank_00000.safetensors", 100)
     assert ckpt.verify(run, 6) == []
     assert "step-00000007/rank_00000.safetensors was altered" in ckpt.verify(run)[0]
-    with pytest.raises(FileNotFoundError, match="checkpoints has no checkpoint of step 9"):
+    with pytest.raises(FileNotFoundError, match="checkpoints' has no checkpoint of step 9"):
         ckpt.verify(run, 9)
     assert ckpt.prune(run, keep_last=2) == [1, 2, 3, 4, 5]
     assert steps(run) == steps(folder) == [6, 7]

@@ -332,13 +332,22 @@ def test_a_job_of_another_folder_is_taken_by_its_name_with_a_word(twins, tmp_pat
     twins[0].kill()
     twins[0].wait()
     monkeypatch.chdir(tmp_path)
-    where = f"no twin.py of this folder is running; this is the one in {tmp_path / 'run_2'}\n"
+    where = f"of this folder is running; this is twin.py (pid {twins[1].pid}) in {tmp_path / 'run_2'}\n"
     assert cli.main(["top", "--once", "twin.py"]) == 0
-    assert capsys.readouterr().err == f"phalanx top: {where}"
+    assert capsys.readouterr().err == f"phalanx top: no 'twin.py' {where}"
     assert cli.main(["stacks", "twin.py"]) == 0
-    assert capsys.readouterr().err == f"phalanx stacks: {where}"
+    assert capsys.readouterr().err == f"phalanx stacks: no 'twin.py' {where}"
     assert cli.main(["trace", "twin.py"]) == 1
-    assert f"phalanx trace: {where}" in capsys.readouterr().err
+    assert f"phalanx trace: no 'twin.py' {where}" in capsys.readouterr().err
+    found = [find_job(str(twins[1].pid))]
+    monkeypatch.setattr(jobs, "find_jobs", lambda: found)
+    assert cli.main(["stacks"]) == 0
+    assert capsys.readouterr().err == f"phalanx stacks: no job {where}"
+    found[0] = dataclasses.replace(found[0], notes="notes")
+    assert cli.main(["attach", "0"]) == 1
+    named, refused = capsys.readouterr().err.splitlines()
+    assert named == f"phalanx attach: no job {where}".rstrip()
+    assert "does not take" in refused
 
 
 @pytest.mark.parametrize("written", ["twin.py", "{0}/twin.py"])

@@ -444,6 +444,15 @@ def test_where_no_job_runs_the_youngest_run_is_told_or_nothing_is_there(tmp_path
     )
     assert done.returncode == 2
     assert done.stderr.startswith("phalanx why: no job 'no_such.py' of this user is running on this host")
+    assert done.stderr.endswith("\nThere is no run in 'logs/no_such' either.\n")
+
+
+@pytest.mark.parametrize("command", ["why", "trace"])
+def test_a_folder_that_is_not_there_holds_no_run_and_other_jobs_are_not_listed(tmp_path, command):
+    words = [*PHALANX, command, "logs/no_such"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == f"phalanx {command}: there is no run in 'logs/no_such', and no such folder\n"
 
 
 TRAINS = """
@@ -470,7 +479,8 @@ def test_the_folder_of_a_trainer_stands_for_the_run_that_trained_in_it(tmp_path)
     done = asked(tmp_path, "why", "runs/long")
     assert done.returncode == 2
     assert re.fullmatch(
-        r"phalanx why: the job that trained in runs/long ran on \S+; ask there: it left no record here\n", done.stderr
+        r"phalanx why: the job that trained in 'runs/long' ran on '\S+'; ask there: it left no record here\n",
+        done.stderr,
     )
 
 

@@ -303,9 +303,9 @@ def test_of_runs_without_a_record_an_older_one_is_taken_and_named(tmp_path, monk
     [
         (["--seconds", "0"], "--seconds must be more than 0 and at most 3,600, got 0"),
         (["here", "--seconds", "3"], "--seconds is for running jobs"),
-        (["here"], "no black box in here: they are saved when an attempt of phalanx run is over"),
-        (["no.py", "here"], "no.py is not a run's folder"),
-        (["a.py", "b.py"], "a.py is not a run's folder; several arguments must all be folders"),
+        (["here"], "no black box in 'here': they are saved when an attempt of phalanx run is over"),
+        (["no.py", "here"], "'no.py' is not a run's folder"),
+        (["a.py", "b.py"], "'a.py' is not a run's folder; several arguments must all be folders"),
         (["999999999"], "there is no process 999999999"),
         (["torn"], "can't be read: "),
     ],
@@ -360,5 +360,5 @@ def test_a_file_that_cannot_be_written_is_named_with_the_reason(tmp_path, capsys
     out = tmp_path / "no" / "trace.json"
     assert cli.main(["trace", str(tmp_path / "attempt_0"), "--out", str(out)]) == 2
     assert capsys.readouterr().err == (
-        f"phalanx trace: can't write {out}: No such file or directory; name another file with --out\n"
+        f"phalanx trace: can't write '{out}': No such file or directory; name another file with --out\n"
     )

@@ -98,11 +98,11 @@ def test_two_hosts_are_examined_and_the_first_prints_all(needs_hosts, tmp_path):
         (["--jsn"], "did you mean --json?"),
     ],
 )
-def test_a_mistake_shows_the_usage_and_the_right_call(args, said):
+def test_a_mistake_shows_the_usage(args, said):
     done = asked(".", "doctor", *args)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
-    assert "right: phalanx doctor" in done.stderr.lower()
+    assert done.stderr.startswith("usage: phalanx doctor ")
     assert done.stderr.count("\n") == 2
 
 

@@ -105,7 +105,7 @@ def test_a_log_is_read_from_standard_input(capsys, monkeypatch):
     ("given", "said"),
     [
         ("timout", "no entry 'timout', did you mean timeout? Right: phalanx explain timeout"),
-        ("xylophone", "no entry 'xylophone'; right: phalanx explain, which lists all"),
+        ("xylophone", "no entry 'xylophone'; phalanx explain lists all\n"),
         ("there is nothing like this anywhere", "no entry fits this message"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx import CollectiveTimeout, PhalanxError
+from phalanx import CollectiveTimeout, PhalanxError, RankFailed
 from phalanx.testing import await_release, reached
 from tests.faults._watch import wait_until_asleep
 
@@ -84,6 +84,29 @@ def test_who_waits_for_a_rank_of_a_circle_is_not_part_of_it(run_ranks):
     assert beside.failure.circle == ()
     assert "is a deadlock" not in str(beside)
     assert [[one.rank for one in error.failure.circle] for error in within] == [[1, 2], [2, 1]]
+
+
+def leave_out_a_new_group(rank, world_size):
+    if rank == 1:
+        await_release("the others wait")
+        with pytest.raises(CollectiveTimeout) as caught:
+            dist.barrier()
+        return caught.value
+    with pytest.raises(RankFailed):
+        dist.new_group()
+    return None
+
+
+def test_a_rank_that_has_left_out_a_new_group_is_told_that_every_rank_calls_it(spawn_ranks):
+    with spawn_ranks(leave_out_a_new_group, 3, group_timeout_s=2) as ranks:
+        for rank in (0, 2):
+            wait_until_asleep(ranks.pids[rank])
+        ranks.release("the others wait", ranks=[1])
+        outcomes = ranks.join(20)
+    said = str(outcomes[1].value)
+    assert "waits in new_group at" in said, outcomes
+    assert "Call new_group on every rank of the world, in the same order, also on ranks that are not in" in said
+    assert "larger timeout" not in said
 
 
 def answer_a_question(rank, world_size):
@@ -173,7 +196,7 @@ def test_ranks_that_wait_in_groups_of_different_names_are_told_so(spawn_ranks, c
             time.sleep(0.05)  # the report comes without an event
             printed += capfd.readouterr().err
     assert found, printed
-    assert "wait in groups of different names, which never meet. Make all groups in the same order" in printed
+    assert "wait in groups of different names, which never meet. Call new_group on every rank of the world" in printed
 
 
 def make_groups_that_overlap(rank, world_size):

@@ -174,7 +174,7 @@ MPI = {f"OMPI_COMM_WORLD_{name}": "4" for name in ("SIZE", "LOCAL_SIZE")} | {
         ("--virtual-local-rank train.py", {}, "every rank keeps its own LOCAL_RANK: leave it out"),
         ("--verbose train.py", {}, "unknown flag --verbose"),
         ("-m train.py", {}, "-m takes a module, got the file 'train.py'"),
-        ("python train.py", {}, "give the script alone, without python"),
+        ("python train.py", {}, "give the script alone, without 'python'"),
         ("-x train.py", {}, "unknown flag -x"),
         ("--nproc-per-node 0 train.py", {}, "--nproc-per-node must be a whole number of at least 1, auto, cpu or gpu"),
         ("--nproc-per-node 2.5 train.py", {}, "got '2.5'"),
@@ -258,8 +258,14 @@ def test_every_flag_is_an_environment_variable_that_ranks_do_not_take_for_a_miss
     [
         ("train.py --epochs 3 --role big", ""),
         ("train.py --node_rank 3", ""),  # its own
-        ("train.py --nproc_per_node=4", "--nproc_per_node behind the script: it goes to the script, and has no effect"),
-        ("train.py --max-restarts 3 --nnodes 2", "--max-restarts, --nnodes behind the script: they go to the script"),
+        (
+            "train.py --nproc_per_node=4",
+            "--nproc_per_node stands after the script, so it goes to the script and has no effect",
+        ),
+        (
+            "train.py --max-restarts 3 --nnodes 2",
+            "--max-restarts, --nnodes stand after the script, so they go to the script and have",
+        ),
     ],
 )
 def test_flags_behind_a_script_that_does_not_know_them_get_a_remark(tmp_path, monkeypatch, line, remark):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -180,12 +181,17 @@ def test_a_module_that_lies_elsewhere_is_found(tmp_path, monkeypatch):
 def test_a_flag_of_ours_behind_the_script_is_put_before_it(tmp_path):
     said = "train.py: error: unrecognized arguments: --max_restarts=3 --nproc-per-node 2"
     args = ["--lr", "3", "--max_restarts=3", "--nproc-per-node", "2"]
-    for target in (["train.py"], ["-m", "package.train"]):
-        assert hint_for_flags(said, ["python", *target, *args]) == (
-            "--max_restarts is a flag of phalanx run, and stands before the script: phalanx run --max_restarts=3 "
-            f"--nproc-per-node 2 {' '.join(target)} --lr 3"
+    for given, target in (
+        ("--no-pin", ["train.py"]),
+        ("--no-pin", ["--", "train.py"]),
+        ("--no-pin -m", ["package.train"]),
+    ):
+        command = ["python", *(["-m"] if "-m" in given else []), target[-1], *args]
+        assert hint_for_flags(said, command, shlex.join(["phalanx", "run", *given.split(), *target, *args])) == (
+            f"--max_restarts is a flag of phalanx run, and stands before the script: phalanx run {given} "
+            f"--max_restarts=3 --nproc-per-node 2 {target[-1]} --lr 3"
         )
-    assert hint_for_flags(said, ["python", "train.py", "--verbosity"]) == ""
+    assert hint_for_flags(said, ["python", "train.py", "--verbosity"], "phalanx run train.py --verbosity") == ""
     (tmp_path / "train.py").write_text("import argparse; argparse.ArgumentParser().parse_args()")
     command = [*PHALANX_RUN, "--nproc-per-node", "1", "train.py", "--max-restarts", "3"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)

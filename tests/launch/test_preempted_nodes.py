@@ -61,7 +61,9 @@ def test_a_job_that_is_asked_on_one_node_to_make_room_ends_on_all(nodes, asked, 
     for code, out, err in group.finish():
         assert code == 75, err
         assert "training" not in out
-        assert err.rstrip().endswith("all ranks have saved; exit code 75, run the same command again to continue")
+        assert err.rstrip().endswith(
+            "all ranks have ended as asked; exit code 75, run the same command again to continue"
+        )
         assert "restart" not in err
         assert "was lost" not in err
 

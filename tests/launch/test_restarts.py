@@ -56,12 +56,12 @@ def test_the_end_says_that_the_restarts_are_used_and_which_flag_gives_more(tmp_p
     fails = "time.sleep(0.1 * RANK)\nos._exit(3)\n"
     done = run_job(tmp_path, fails, "--max-restarts", "1", "--no-preload")
     assert done.returncode == 3, done.stderr
-    used = "phalanx run: 1 of 1 restarts are used; raise --max-restarts\n"
+    used = "phalanx run: no restart is left of the 1 that --max-restarts allows; raise it\n"
     assert done.stderr.count(used) == 1
     assert used in done.stderr.partition("restart 1 of 1")[2]
     done = run_job(tmp_path, fails, "--no-preload")
     assert done.returncode == 3, done.stderr
-    assert "restarts are used" not in done.stderr
+    assert "no restart is left" not in done.stderr
 
 
 def test_logs_that_can_no_longer_be_kept_do_not_keep_the_ranks_from_being_started_again(tmp_path):

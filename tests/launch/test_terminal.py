@@ -52,7 +52,8 @@ def test_ctrl_c_ends_the_job_in_one_line_without_a_traceback(terminal):
 
 
 @pytest.mark.parametrize(
-    ("does", "said"), [("pass", "no Trainer has saved since the first"), ("note_preempted()", "the state was saved")]
+    ("does", "said"),
+    [("pass", "no Trainer has saved since the first"), ("note_preempted()", "a Trainer has ended as asked")],
 )
 def test_a_second_ctrl_c_kills_at_once_and_says_what_was_saved(terminal, does, said):
     screen = terminal(

@@ -60,7 +60,7 @@ def test_a_job_that_is_asked_to_make_room_saves_and_ends_with_75_and_is_queued_a
     arguments = ["--num-workers", "1", "--shout-at", "5", "--epochs", "2000"]
     code, errors = run_and_interrupt(tmp_path / "run", arguments, send, ("--max-restarts", "3"), **environ)
     assert code == 75, errors
-    assert "all ranks have saved; exit code 75" in errors
+    assert "all ranks have ended as asked; exit code 75" in errors
     assert "restart" not in errors
     assert (tmp_path / "queued").read_text() == "requeue 4711\n"
     [preempted] = records_of(tmp_path / "run", "preempted")
@@ -90,7 +90,7 @@ def test_a_signal_to_every_process_of_a_job_is_a_signal_to_the_job(tmp_path, num
 
     code, errors = run_and_interrupt(tmp_path / "run", ["--shout-at", "5", "--epochs", "2000"], send, nodes)
     assert code == 75, errors
-    assert "all ranks have saved; exit code 75" in errors
+    assert "all ranks have ended as asked; exit code 75" in errors
 
 
 def parent_of(pid):

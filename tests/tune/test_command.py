@@ -309,8 +309,10 @@ def test_a_flag_behind_the_script_and_a_result_that_can_not_be_kept_are_told(tmp
     done = tune(tmp_path, "--seconds", "5", "--nproc-per-node", "1", "train.py", "--seconds", "9")
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
-    assert "--seconds goes to train.py: flags of phalanx tune come before the script" in said
-    assert "phalanx run can't use that automatically: logs/train/tuned.json can't be written (Not a directory)" in said
+    assert "--seconds goes to 'train.py': flags of phalanx tune come before the script" in said
+    assert (
+        "phalanx run can't use that automatically: 'logs/train/tuned.json' can't be written (Not a directory)" in said
+    )
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 

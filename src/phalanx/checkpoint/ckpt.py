@@ -9,12 +9,12 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from phalanx._command_line import Parser, UsageError, misspelled, whole_number
 from phalanx._env import nearest
 from phalanx._errors import printable
-from phalanx._text import columns, counted, in_units, is_terminal, shortened
+from phalanx._text import columns, complain, counted, in_units, is_terminal, shortened
 from phalanx.checkpoint.disk import folder as folders
 from phalanx.checkpoint.disk.folder import Checkpoint, Damaged
 from phalanx.checkpoint.disk.retention import verify
@@ -61,9 +61,9 @@ def main(args: Sequence[str]) -> int:
     except UsageError as error:
         return parser.refuse(error, args if parser.prog == "phalanx ckpt" else args[1:])
     except (_Mistake, Damaged, ValueError, FileNotFoundError) as error:
-        _say(f"{parser.prog}: {error}", sys.stderr)
+        complain(printable(f"{parser.prog}: {error}"))
     except OSError as error:
-        _say(f"{parser.prog}: {error.filename or ''}: {error.strerror}", sys.stderr)
+        complain(printable(f"{parser.prog}: {error.filename or ''}: {error.strerror}"))
     return 2
 
 
@@ -108,7 +108,7 @@ def _find(path: str, step: int | None = None) -> Checkpoint:
     """Return the checkpoint of `step`; by default the newest, or the one in `path` if that is its folder."""
     path, published = _find_steps(path, step)
     if step is None and (under_way := folders.say_under_way(folders.steps_under_way(path))):
-        _say(f"phalanx ckpt: {path}: {under_way}: taking step {published[-1]}", sys.stderr)
+        complain(printable(f"phalanx ckpt: {path}: {under_way}: taking step {published[-1]}"))
     return folders.read_manifest(path, published[-1] if step is None else step)
 
 
@@ -244,9 +244,9 @@ def _say_damaged(folder: str, step: int, problems: list[str]) -> str:
     return f"damaged: {'; '.join(problem.removeprefix(own) for problem in problems)}" if problems else ""
 
 
-def _say(text: str, file: TextIO | None = None) -> None:
+def _say(text: str) -> None:
     """Print one line; control characters in names and values can neither move the cursor nor add lines."""
-    print(printable(text), file=file or sys.stdout)
+    print(printable(text))
 
 
 def _print_table(heads: list[str], rows: list[list[str]]) -> None:

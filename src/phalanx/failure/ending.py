@@ -52,7 +52,7 @@ class Ending:
         hung: Whether the rank was killed because it had not ended by the time limit.
         ended_by_us: Whether the launcher made the rank end, so that the rank is not the cause.
         killed_by_another: Whether a SIGKILL from elsewhere ended the rank after the launcher had asked it to end.
-        preempted: Whether the rank was asked to end and has saved its state, so that it can resume.
+        preempted: Whether the rank has ended as it was asked to, so that it can resume.
         ended_for_restart: Whether the rank ended for a planned restart, perhaps before its own launcher knew of the
             restart.
         skipped: Whether the rank skipped the test or expected its failure, so that the rank is not the cause.

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from phalanx._text import counted, joined
+from phalanx._text import counted, joined, shortened
 from phalanx.failure.last_words import owner_of
 from phalanx.failure.tracebacks import CPP_FRAME, EXCEPTION, TRACEBACK
 
@@ -127,7 +127,7 @@ def _crop_message(lines: Sequence[str], max_rows: int) -> list[str]:
     for line in body:
         if num_rows(f"  {line}") > rows_left:
             if rows_left > 0:
-                kept.append(line[: rows_left * COLUMNS - 6] + " ...")
+                kept.append(shortened(line, rows_left * COLUMNS - 2))
             break
         kept.append(line)
         rows_left -= num_rows(f"  {line}")

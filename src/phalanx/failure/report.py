@@ -114,7 +114,8 @@ def heads(culprit: Ending, outcomes: Sequence[Ending], timeout_s: float) -> list
     """Return the lines that say which rank was the cause, and what became of the others."""
     lines = [f"{headline(culprit)} [world_size {len(outcomes)}]"]
     if hung := [outcome.rank for outcome in outcomes if outcome.hung]:
-        lines.append(f"  limit {timeout_s:g} s passed or a peer failed; hung: ranks {hung}")
+        why = f"limit {timeout_s:g} s passed" if culprit.hung else f"rank {culprit.rank} failed"
+        lines.append(f"  {why}; hung: ranks {hung}")
     return lines + [f"  {line}" for line in _others(culprit, outcomes)]
 
 

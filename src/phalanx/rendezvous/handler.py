@@ -131,13 +131,15 @@ def _check_backend(backend: str, where: str, *, is_launched: bool) -> None:
     Args:
         is_launched: Whether phalanx started this process; otherwise only a misspelling of ``phalanx`` is refused.
     """
-    known = [f'"{name}"' for name in dist.Backend.backend_list if name not in (dist.Backend.UNDEFINED, "phalanx")]
+    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    others = ", ".join(f'"{name}"' for name in known if name != "phalanx")
+    listed = f'torch knows no backend of that name: init_process_group("phalanx"), or {others}'
     for part in backend.lower().split(","):
         name = part.rpartition(":")[2]
         if not name or name in dist.Backend.backend_list:
             continue
-        guess = _env.did_you_mean(name, ["phalanx"])
-        if guess or is_launched:
-            right = f'init_process_group("phalanx"), or {", ".join(known)}'
-            advice = guess or f"; torch knows no backend of that name: {right}"
-            raise ValueError(f"init_process_group at {where}: unknown backend {backend!r}{advice}")
+        near = _env.nearest(name, known)
+        if near == "phalanx" or is_launched:
+            advice = f", did you mean {near}?" if near else f"; {listed}"
+            at = f" at {where}" if where else ""
+            raise ValueError(f"init_process_group{at}: unknown backend {backend!r}{advice}")

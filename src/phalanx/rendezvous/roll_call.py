@@ -291,8 +291,8 @@ class RollCall:
         if dead and self._doubts:
             one = dead[0]
             self._fail(
-                f"rank {one['rank']} (pid {one['process'][1]} on {one['host']}) has ended within init_process_group "
-                f"at {one['where']}\nLook at what rank {one['rank']} printed last.",
+                f"rank {one['rank']} (pid {one['process'][1]} on {one['host']}) has ended within init_process_group"
+                f"{_at(one)}\nLook at what rank {one['rank']} printed last.",
                 tuple(record["rank"] for record in dead),
                 kind=RankFailed,
                 facts={
@@ -412,11 +412,16 @@ def _asked_for(record: Record) -> str:
 
 
 def _place(record: Record) -> str:
-    return f"rank {record['rank']} (at {record['where']})"
+    return f"rank {record['rank']}" + (f" (at {record['where']})" if record["where"] else "")
+
+
+def _at(record: Record) -> str:
+    """Return `` at train.py:12``; empty if no line of a script has made the call."""
+    return f" at {record['where']}" if record["where"] else ""
 
 
 def _two_of(one: Record, other: Record) -> str:
-    said = " and ".join(f"pid {r['process'][1]} on {r['host']} (at {r['where']})" for r in (one, other))
+    said = " and ".join(f"pid {r['process'][1]} on {r['host']}{_at(r)}" for r in (one, other))
     return (
         f"two processes claim rank {one['rank']}: {said}\nGive each process its own rank, by RANK or rank=; if you "
         "leave rank= out, init_process_group takes it from the launcher."

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TextIO
 
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
-from phalanx._text import columns
+from phalanx._text import columns, complain
 from phalanx.host.block_pool import MemoryPolicy, choose
 from phalanx.host.cpus import Share, read_machine
 from phalanx.launch.command.flag_parser import add_flags, split_off_flags, without_flags
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:  # the disk has no space for the trials' output
-        print(f"phalanx tune: {error}; TMPDIR names another folder for the trials", file=sys.stderr)
+        complain(f"phalanx tune: {error}; TMPDIR names another folder for the trials")
         return 1
 
 

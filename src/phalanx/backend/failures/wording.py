@@ -43,10 +43,11 @@ _OF_A_THREAD = (
     "A thread that is not running the script made one of these calls while others use the group: two threads that "
     "share a group mix their calls. Give each a group of its own: new_group()."
 )
-_OTHER_GROUPS = (
-    "These ranks wait in groups of different names, which never meet. Make all groups in the same order on every rank; "
-    "every rank calls new_group for each of them, members or not."
+_NEW_GROUP = (
+    "Call new_group on every rank of the world, in the same order, also on ranks that are not in the new group; look "
+    "for a call under a condition (if rank == 0)."
 )
+_OTHER_GROUPS = f"These ranks wait in groups of different names, which never meet. {_NEW_GROUP}"
 _TRANSMIT_ALIKE = "Make input_split_sizes[j] of rank i equal output_split_sizes[i] of rank j."
 _LISTS_ALIKE = "Give every rank a list of the same sizes."
 _MEETINGS = {"join": "", "reconfigure": "reconfigure", "shrink": "shrink_group"}
@@ -334,8 +335,16 @@ def _rank_missing(failure: Failure) -> str:
         text = f" timed out after {failure.timeout_s or 0:.1f} s waiting for {missing}"
     answer = answer_to(failure)
     asked = [f"phalanx why: {answer}"] if answer else []
-    advice = _NO_SIGNAL if failure.op == "wait_signal" else _LATER
-    return "\n".join([text, *_stuck(failure), *([] if failure.circle else [advice]), *asked])
+    return "\n".join([text, *_stuck(failure), *([] if failure.circle else [_advice(failure)]), *asked])
+
+
+def _advice(failure: Failure) -> str:
+    """Return what to do about ranks that did not come within the timeout."""
+    if failure.op == "wait_signal":
+        return _NO_SIGNAL
+    # If all of them wait in new_group, the rank for which they wait there is among those that wait here.
+    makes_group = failure.standings and all(stand.waits_in.startswith("new_group") for stand in failure.standings)
+    return _NEW_GROUP if makes_group else _LATER
 
 
 def _came_late(failure: Failure) -> str:
@@ -353,7 +362,7 @@ def _not_met(failure: Failure) -> str:
     if failure.op in ("reconfigure", "shrink"):
         advice = _MEET_ALIKE[failure.op]
     elif join_call(failure.group) == "new_group":
-        advice = "Call new_group on every rank, in the same order; look for one under a condition (if rank == 0)."
+        advice = _NEW_GROUP
     else:
         advice = "Start every rank with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE (or init_method)."
     whose = f"the timeout of {_reporter(failure)}, which gave up" if failure.by else "the timeout"

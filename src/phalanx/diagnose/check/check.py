@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
-from phalanx._text import is_terminal
+from phalanx._text import complain, is_terminal
 from phalanx.diagnose.check.result import FOUND, Result, as_json, result_of, sequences
 from phalanx.diagnose.check.watch import Watch
 from phalanx.host.cpus import read_machine
@@ -90,7 +90,7 @@ def main(args: Sequence[str]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:  # there is no room for what the job writes
-        print(f"phalanx check: {error}; TMPDIR names another folder for the trial", file=sys.stderr)
+        complain(f"phalanx check: {error}; TMPDIR names another folder for the trial")
         return FOUND
 
 

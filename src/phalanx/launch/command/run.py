@@ -15,6 +15,7 @@ from phalanx.launch.command.flag_parser import hint_for_flags
 from phalanx.launch.command.neighbors import RUN, Claim, Presence, crowding
 from phalanx.launch.job import MESSAGE_COLUMNS, Job
 from phalanx.launch.run.attempts import run_on_this_node
+from phalanx.launch.run.shutdown import PREEMPTED
 from phalanx.launch.run.supervisor import Supervisor
 from phalanx.record.run_folder import RunFolder
 
@@ -29,7 +30,7 @@ def run(job: Job, spare: Spare | None = None) -> int:
     The code is 0 if every rank exits with 0. Otherwise, it is the exit code of the rank that caused the failure, or 128
     plus the signal that ended that rank. If the supervisor itself receives a signal to end while ranks are alive, the
     code is 128 plus that signal; if the process that reads the supervisor's output ends, that counts as SIGPIPE. If the
-    ranks have saved because they were preempted, the code is `_env.PREEMPTED_CODE`. When this function returns, no
+    ranks have ended because they were preempted, the code is `_env.PREEMPTED_CODE`. When this function returns, no
     process that the job has started is alive, and signals are blocked, because the outcome is decided.
 
     Args:
@@ -72,8 +73,8 @@ def _run_attempts(supervisor: Supervisor, job: Job) -> int:
     else:
         culprit = run_on_this_node(supervisor, job)
     if supervisor.was_preempted:
-        supervisor.keep_reason("asked the ranks to save and exit, and all have saved")
-        supervisor.say(f"all ranks have saved; exit code {_env.PREEMPTED_CODE}, run the same command again to continue")
+        supervisor.keep_reason("asked the ranks to save and exit, and all have ended")
+        supervisor.say(PREEMPTED)
         return _env.PREEMPTED_CODE
     if culprit is None and supervisor.have_trained_solo:
         supervisor.say("the ranks made no process group, so each has trained on its own;")

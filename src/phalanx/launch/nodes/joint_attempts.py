@@ -52,6 +52,7 @@ from phalanx.launch.nodes.messages import Finish, GiveUp, Join, LossSign, Restar
 from phalanx.launch.nodes.views import Cause
 from phalanx.launch.run.attempts import give_up_memory, words_of_used_restarts
 from phalanx.launch.run.local_size import SharedSize
+from phalanx.launch.run.shutdown import PREEMPTED
 from phalanx.launch.run.supervisor import Supervisor
 
 _INTERRUPTED_CODE = 128 + signal.SIGINT
@@ -147,8 +148,7 @@ def _finish(ranks: Supervisor, job: Job, size: SharedSize, cause: Cause | None, 
         return None
     if cause.ending.preempted and not ranks.was_preempted:
         ranks.keep_reason("ended with the job, which was preempted")
-        have_saved = f"the ranks of the job have saved; exit code {PREEMPTED_CODE}"
-        ranks.say(f"{have_saved}, run the same command again to continue")
+        ranks.say(PREEMPTED)
         raise SystemExit(PREEMPTED_CODE)
     if is_interruption(cause):
         ranks.keep_reason(f"ended: {cause.message}")

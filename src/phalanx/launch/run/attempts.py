@@ -87,7 +87,7 @@ def words_of_used_restarts(job: Job, num_restarts: int) -> str:
     """Return the message that all restarts have been used; "" if some are left or the job had none."""
     if not job.max_restarts or num_restarts < job.max_restarts:
         return ""
-    return f"{num_restarts} of {job.max_restarts} restarts are used; raise --max-restarts"
+    return f"no restart is left of the {job.max_restarts} that --max-restarts allows; raise it"
 
 
 def give_up_memory(ranks: Supervisor) -> None:

@@ -6,8 +6,8 @@ the rank has ended. SIGKILL goes to whole process groups. With ``--no-python``, 
 groups, because a wrapper may not forward signals. `phalanx._torch.shield` explains how workers survive a signal that
 somebody sends to every process.
 
-**Preemption.** A rank that was asked to end, has saved, and can resume exits with 75 (EX_TEMPFAIL). The supervisor
-gives the other ranks their grace period, restarts nothing, and exits with 75 itself.
+**Preemption.** A rank that was asked to end and can resume exits with 75 (EX_TEMPFAIL). It has saved unless weights are
+not finite. The supervisor gives the other ranks their grace period, restarts nothing, and exits with 75 itself.
 
 **A lost Ctrl-C.** If a KeyboardInterrupt is raised in a callback, for instance during an import, Python prints it and
 continues. The supervisor recognizes the message on the rank's stderr, hides it, and sends SIGINT again. While the
@@ -25,6 +25,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
+from phalanx._env import PREEMPTED_CODE
 from phalanx._text import named, signal_name
 from phalanx.failure.ending import find_culprit
 from phalanx.launch.deadlines import CAUSE_S, KILL_S, LATE_S, SAME_S, STOP_S
@@ -33,6 +34,9 @@ from phalanx.launch.processes.forkers import Forkers
 from phalanx.launch.run.survivors import Survivors
 from phalanx.launch.screen.events import EventLoop
 from phalanx.launch.screen.ranks import Rank
+
+PREEMPTED = f"all ranks have ended as asked; exit code {PREEMPTED_CODE}, run the same command again to continue"
+"""Message about a job whose ranks were asked to end and can resume; the rank's own line says what was saved."""
 
 
 class Shutdown:

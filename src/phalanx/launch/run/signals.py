@@ -141,8 +141,8 @@ class Signals:
     def _say_kill(self, sig: int) -> None:
         living = [rank for rank in self._ranks if rank.end is None]
         if living and self._shutdown.by != signal.SIGKILL:
-            has_saved = any(was_preempted(rank.folder) for rank in self._ranks)
-            saved = "the state was saved" if has_saved else "no Trainer has saved since the first"
+            has_ended = any(was_preempted(rank.folder) for rank in self._ranks)
+            saved = "a Trainer has ended as asked" if has_ended else "no Trainer has saved since the first"
             saved = next(filter(None, (words_of_checkpoints(rank.folder) for rank in self._ranks)), saved)
             again = " again" if sig == self.received else ""
             self._say(f"{signal_name(sig)}{again}: killing {counted(len(living), 'rank')} at once; {saved}")

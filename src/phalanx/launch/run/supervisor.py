@@ -145,7 +145,7 @@ class Supervisor:
 
     @property
     def was_preempted(self) -> bool:
-        """Whether every rank of the last attempt was preempted: asked to end, saved and able to resume."""
+        """Whether every rank of the last attempt was preempted: it was asked to end, has ended and can resume."""
         return bool(self._ranks) and all(rank.end is not None and rank.end.preempted for rank in self._ranks)
 
     def run_attempt(

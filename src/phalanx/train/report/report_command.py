@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from phalanx._command_line import Parser, UsageError
+from phalanx._text import complain
 from phalanx.train.report.report import write_report
 
 
@@ -19,7 +19,7 @@ def main(args: Sequence[str]) -> int:
     except UsageError as error:
         return parser.refuse(error, args)
     except (OSError, ValueError) as error:
-        print(f"phalanx report: {error}", file=sys.stderr)
+        complain(f"phalanx report: {error}")
         return 2
     print(page)
     return 0
