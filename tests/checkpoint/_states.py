@@ -722,7 +722,7 @@ def nothing_yet_is_no_error_but_a_line_unless_it_is_to_be_one(rank, world_size, 
             assert ckpt.load(folder, {"x": 0}, **options) is None
         return printed.getvalue()
 
-    for told in (f"{folder} is not a folder", f"{folder} holds no checkpoint"):
+    for told in (f"'{folder}' is not a folder", f"'{folder}' holds no checkpoint"):
         assert said() == (f"phalanx: checkpoint.load: {told}: starting from the beginning\n" if rank == 0 else "")
         assert said(missing="ignore") == ""
         with pytest.raises(CheckpointError, match=f"{told}: name the folder of a run or of its checkpoints"):
