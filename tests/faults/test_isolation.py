@@ -170,6 +170,29 @@ def test_a_peer_that_dies_before_it_is_served_does_not_count():
     assert attached.nonce == segment.nonce
 
 
+def test_who_waits_for_a_segment_that_nobody_serves_gives_up():
+    server = _core.SegmentServer(_core.Segment.create())
+    with pytest.raises(TimeoutError, match="waiting for the shared segment"):
+        _core.Segment.attach(server.name, "0" * 32, timeout_s=0.1)
+    name = server.name
+    del server
+    with pytest.raises(ConnectionRefusedError, match="connect to rank 0"):
+        _core.Segment.attach(name, "0" * 32, timeout_s=10)
+
+
+@pytest.mark.parametrize("answer", [b"", b"P"], ids=["nothing", "no descriptor"])
+def test_an_answer_without_a_segment_is_a_refusal(answer):
+    with socket.socket(socket.AF_UNIX) as listener, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        name = f"phalanx-refusing-{os.getpid()}-{len(answer)}"
+        listener.bind("\0" + name)
+        listener.listen()
+        attached = pool.submit(_core.Segment.attach, name, "0" * 32, 10.0)
+        with listener.accept()[0] as peer:
+            peer.send(answer)
+        with pytest.raises(PermissionError, match="the shared segment was refused"):
+            attached.result()
+
+
 @pytest.mark.parametrize(
     ("seals", "num_bytes", "says"),
     [
