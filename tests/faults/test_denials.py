@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 import socket
 
 import pytest
@@ -112,6 +115,40 @@ def move_much(rank, world_size, victim):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_where_one_rank_may_not_read_the_memory_of_others_all_data_arrive(run_ranks, victim):
     assert run_ranks(move_much, 3, victim) == [[]] * 3
+
+
+_MEMFD_SECRET = 447
+
+
+def secret_memory(num_bytes):
+    """Return memory that the kernel shows to this process alone, None on systems without it."""
+    fd = ctypes.CDLL(None).syscall(_MEMFD_SECRET, 0)
+    if fd < 0:
+        return None
+    try:
+        os.ftruncate(fd, num_bytes)
+        return mmap.mmap(fd, num_bytes)
+    finally:
+        os.close(fd)
+
+
+def give_what_is_secret(rank, world_size):
+    mine = torch.arange(20_000.0) + 1e6 * rank
+    if rank == 1:
+        mine = torch.frombuffer(secret_memory(mine.nbytes), dtype=mine.dtype).copy_(mine)
+    for _ in range(2):
+        tensor = torch.zeros(world_size * 20_000)
+        dist.all_gather_into_tensor(tensor, mine)
+        assert torch.equal(tensor, torch.cat([torch.arange(20_000.0) + 1e6 * r for r in range(world_size)]))
+    dist.broadcast(mine, src=1)  # the others read it, and write over what is theirs
+    assert torch.equal(mine, torch.arange(20_000.0) + 1e6)
+
+
+def test_a_block_that_the_kernel_shows_to_its_owner_alone_arrives(run_ranks):
+    if (memory := secret_memory(4096)) is None:
+        pytest.skip("needs memfd_secret (Linux 6.5, or 5.14 with secretmem.enable=1)")
+    memory.close()
+    run_ranks(give_what_is_secret, 3)
 
 
 def offer_without_accepting(rank, world_size):
