@@ -97,10 +97,12 @@ def leave_out_a_new_group(rank, world_size):
     return None
 
 
-def test_a_rank_that_has_left_out_a_new_group_is_told_that_every_rank_calls_it(spawn_ranks):
-    with spawn_ranks(leave_out_a_new_group, 3, group_timeout_s=2) as ranks:
-        for rank in (0, 2):
-            wait_until_asleep(ranks.pids[rank])
+def test_a_rank_that_has_left_out_a_new_group_is_told_that_every_rank_calls_it(spawn_ranks, capfd):
+    with spawn_ranks(leave_out_a_new_group, 3, group_timeout_s=2, env={"PHALANX_STALL_S": "0.2"}) as ranks:
+        printed, deadline = "", time.monotonic() + 50
+        while not all(f"rank {rank}: new_group" in printed for rank in (0, 2)) and time.monotonic() < deadline:
+            time.sleep(0.05)  # the report comes without an event
+            printed += capfd.readouterr().err
         ranks.release("the others wait", ranks=[1])
         outcomes = ranks.join(20)
     said = str(outcomes[1].value)
