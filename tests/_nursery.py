@@ -6,6 +6,7 @@ import select
 import socket
 import sys
 
+import sympy  # noqa: F401 torch._dynamo, which a program may want, imports it for half a second
 import torch.distributed
 
 import phalanx.backend.groups

@@ -20,6 +20,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 LIMIT_S = 300
+TORCHRUN = ("-m", "torch.distributed.run", "--run-path", "--start-method", "fork")
+"""torchrun for `Nursery.run`: its agent forks the ranks, instead of executing one interpreter for each."""
 
 
 class Nursery:

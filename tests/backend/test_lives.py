@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -28,6 +26,7 @@ from phalanx.rendezvous.launched import Launch
 from phalanx.wire.messages import as_facts
 from phalanx.wire.store import JsonStore
 from phalanx.wire.waiting import wait_until
+from tests.forked import TORCHRUN
 from tests.ports import free_port
 
 LIMIT_S = 60
@@ -294,14 +293,12 @@ print("three lives")
 """
 
 
-def test_torchruns_store_serves_every_attempt_and_every_life_in_the_place_of_gloo(tmp_path):
+def test_torchruns_store_serves_every_attempt_and_every_life_in_the_place_of_gloo(forked, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(RESTARTED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    done = subprocess.run(
-        [*command, "--master-port", free_port(), "--monitor-interval", "0.1", script],
-        env={**os.environ, "PHALANX_REPLACE": "gloo", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=100,
+    done = forked.run(
+        *TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", "--master-port", free_port(),
+        "--monitor-interval", "0.1", script, env={**os.environ, "PHALANX_REPLACE": "gloo", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("three lives") == 2
