@@ -11,7 +11,7 @@ import torch.distributed
 
 import phalanx.backend.groups
 import phalanx.session.session  # noqa: F401
-from phalanx._torch import replace
+from phalanx._plugin import autoload
 from phalanx.launch.processes.pages import share_pages
 
 
@@ -68,7 +68,7 @@ def _settle(asked, fds):
         globals()["__file__"] = first
     sys.argv = [first, *rest]
     sys.orig_argv = [sys.executable, *asked["args"]]
-    replace.obey()
+    autoload()  # as torch does at the end of its import
     return compile(source, name, "exec", dont_inherit=True)
 
 

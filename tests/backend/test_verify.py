@@ -642,11 +642,7 @@ if dist.get_backend() == "gloo":  # without it, torch's Gloo now and then aborts
 def test_a_script_says_what_was_verified(forked, tmp_path, backend, word, line):
     words, environ = ["-c", _SUMS, backend, str(tmp_path / "store")], {**os.environ, "PHALANX_VERIFY": word}
     with contextlib.ExitStack() as stack:
-        if backend == "gloo":  # it is said while torch is imported
-            pipes = {"stderr": subprocess.PIPE, "text": True}
-            ranks = [subprocess.Popen([sys.executable, *words, str(rank)], env=environ, **pipes) for rank in range(2)]
-        else:
-            ranks = [stack.enter_context(forked.start(*words, rank, env=environ)) for rank in range(2)]
+        ranks = [stack.enter_context(forked.start(*words, rank, env=environ)) for rank in range(2)]
         printed = "".join(rank.communicate(timeout=120)[1] for rank in ranks)
     assert [rank.returncode for rank in ranks] == [0, 0], printed
     assert printed.count("PHALANX_VERIFY") == printed.count(line) == 1, printed

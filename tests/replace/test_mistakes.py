@@ -25,10 +25,13 @@ dist.destroy_process_group()
 """
 
 
-def run_alone(program, **environ):
+def run_cold(*args, env):
+    return subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True, timeout=60)
+
+
+def run_alone(run, program, **environ):
     """Return what a process printed on stdout, and its lines on stderr."""
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60)
+    done = run("-c", program, env={**os.environ, **environ})
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), done.stderr.splitlines()
 
@@ -47,8 +50,8 @@ def sabotaged(module):
     ],
     ids=["unknown word", "broken at import", "broken backend"],
 )
-def test_gloo_goes_on_and_a_line_says_why(program, environ, said):
-    out, lines = run_alone(program, **environ)
+def test_gloo_goes_on_and_a_line_says_why(forked, program, environ, said):
+    out, lines = run_alone(run_cold if "at import" in said else forked.run, program, **environ)
     assert out == "ProcessGroup [1.0, 1.0]"
     assert len(lines) == 1, lines
     assert lines[0].startswith(f"phalanx: {said}")
@@ -119,4 +122,4 @@ print(json.dumps({
 }))
 """
     torchs = {"maker": "torch.distributed.distributed_c10d", "class": "instancemethod"}
-    assert json.loads(run_alone(program)[0]) == {"modules": [], "plugin": False, **torchs}
+    assert json.loads(run_alone(run_cold, program)[0]) == {"modules": [], "plugin": False, **torchs}
