@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,8 @@ _ANYTHING = "..."
 _END_OF_COMMAND = "\x1e"
 _LEFT_OUT = re.compile(r"(?!PHALANX_WARM$)(PHALANX|PYTEST|COV)_")  # variables that a reader has not set
 _MARK = re.compile(rf"{_SHOWN}: \S.*|any order|exit \d+")
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 class Outdated(AssertionError):
@@ -39,13 +42,14 @@ class Command:
     output: list[str]
 
 
-def run_page(path: Path, folder: Path, limit_s: float = PAGE_LIMIT_S) -> None:
+def run_page(path: Path, folder: Path, limit_s: float = PAGE_LIMIT_S, run_script: Run | None = None) -> None:
     """Run every block of a page that can run.
 
     Args:
         path: The page.
         folder: An empty folder, in which the blocks run.
         limit_s: Seconds for all blocks together.
+        run_script: Runs the Python blocks, as `tests.forked` does; None: a new interpreter for each.
 
     Raises:
         Outdated: A block fails, prints something else than the page shows, or is marked in a way that nobody knows.
@@ -55,12 +59,12 @@ def run_page(path: Path, folder: Path, limit_s: float = PAGE_LIMIT_S) -> None:
     blocks = Page(path).blocks
     for block, following in zip(blocks, [*blocks[1:], None], strict=True):
         try:
-            _run(block, following, folder, deadline)
+            _run(block, following, folder, deadline, run_script)
         except Outdated as error:
             raise Outdated(f"{path}:{block.line}: {error}") from None
 
 
-def _run(block: Block, following: Block | None, folder: Path, deadline: float) -> None:
+def _run(block: Block, following: Block | None, folder: Path, deadline: float, run_script: Run | None) -> None:
     for mark in block.marks if block.info in ("console", "python") else ():
         if not _MARK.fullmatch(mark):
             raise Outdated(f"the comment before it is {mark!r}; right: 'shown only: REASON', 'any order', 'exit CODE'")
@@ -75,7 +79,12 @@ def _run(block: Block, following: Block | None, folder: Path, deadline: float) -
             return
         script = folder / f"block_at_line_{block.line}.py"
         script.write_text(block.body)
-        code, printed = _finish([sys.executable, script.name], folder, deadline, with_stderr=False)
+        if run_script is None:
+            code, printed = _finish([sys.executable, script.name], folder, deadline, with_stderr=False)
+        else:
+            limit_s = max(deadline - time.monotonic(), 0.1)
+            done = run_script(script.name, cwd=folder, env=_environment(), timeout=limit_s)
+            code, printed = done.returncode, done.stdout + (done.stderr if done.returncode else "")
         _compare_codes({code} - {0}, block, printed)
         if following is not None and following.info == "text":
             _compare(following.body.splitlines(), printed.splitlines(), any_order="any order" in following.marks)
@@ -121,14 +130,18 @@ def read_console(body: str) -> list[Command]:
     return found
 
 
-def _finish(command: list[str], folder: Path, deadline: float, *, with_stderr: bool) -> tuple[int, str]:
+def _environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not _LEFT_OUT.match(name)}
     environ = {**kept, "PATH": f"{Path(sys.executable).parent}:{kept['PATH']}", "COLUMNS": "80", "TERM": "dumb"}
     # Of an editable install, which no reader has.
     environ["PYTEST_ADDOPTS"] = "-W 'ignore:Module already imported:pytest.PytestAssertRewriteWarning'"
+    return environ
+
+
+def _finish(command: list[str], folder: Path, deadline: float, *, with_stderr: bool) -> tuple[int, str]:
     with tempfile.TemporaryFile("w+", errors="replace") as stderr:
         process = subprocess.Popen(
-            command, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+            command, cwd=folder, env=_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
             errors="replace", stderr=subprocess.STDOUT if with_stderr else stderr, start_new_session=True,
         )  # fmt: skip
         try:
