@@ -410,11 +410,11 @@ def test_spawn():
 """
 
 
-def test_harnesses_of_torch_run_unchanged(tmp_path):
+def test_harnesses_of_torch_run_unchanged(forked, tmp_path):
     tmp_path.joinpath("test_suite.py").write_text(_SUITE)
     tmp_path.joinpath("pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "--tb=line", "-p", "no:cacheprovider", "--fast-ranks"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=_LIMIT_S * 2, check=False)
+    flags = ["-q", "-rA", "--tb=line", "-p", "no:cacheprovider", "--fast-ranks"]
+    done = forked.run("-m", "pytest", *flags, cwd=tmp_path, timeout=_LIMIT_S * 2)
     assert done.returncode == 1, done.stdout + done.stderr
     told = [line.partition(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("PASSED", "FAILED"))]
     assert sorted(told) == [

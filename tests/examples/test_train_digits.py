@@ -100,9 +100,10 @@ def test_a_rank_is_killed_and_the_training_goes_on_to_the_same_weights(tmp_path)
     assert [record["attempt"] for record in steps if record["kind"] == "start"] == [0, 1]
 
 
-def test_it_runs_as_a_plain_script(tmp_path):
-    printed = train([], tmp_path / "run", "--epochs", "1")
-    assert "global batch 64 = 1 rank x" in printed
+def test_it_runs_as_a_plain_script(forked, tmp_path):
+    done = forked.run(SCRIPT, "--out", tmp_path / "run", "--epochs", "1", timeout=LIMIT_S, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "global batch 64 = 1 rank x" in done.stdout
 
 
 def test_a_lone_idx_set_is_split_four_to_one(tmp_path):
