@@ -16,11 +16,12 @@ import pytest
 from phalanx.debugging.prompt import Prompt
 from phalanx.diagnose.top.watch import Watch
 from tests.diagnose.puppets import until
+from tests.forked import TORCHRUN as FORKS_RANKS
 from tests.launch.jobs import PHALANX_RUN, Terminal, run_job, write_script
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN = [sys.executable, *FORKS_RANKS]
 SCRIPT = """
     import datetime, torch, torch.distributed as dist, phalanx
     dist.init_process_group("{backend}", timeout=datetime.timedelta(seconds={timeout_s}))
