@@ -194,7 +194,7 @@ def test_streams_are_kept_off_the_screen_and_never_out_of_the_logs(tmp_path, fla
 def test_a_log_dir_that_cannot_be_made_is_refused_in_one_line(cold_jobs, tmp_path):
     (tmp_path / "file").touch()
     done = run_job(tmp_path, SPEAK, "--log-dir", str(tmp_path / "file" / "logs"))
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert "--log-dir" in done.stderr
 
