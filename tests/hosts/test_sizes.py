@@ -11,7 +11,7 @@ from tests.hosts.test_replicas import LIMIT_S, TRAIN, await_fact, check_went_on,
 from tests.namespaces import hosts
 
 __all__ = ["jobs"]  # a fixture
-pytestmark = pytest.mark.usefixtures("needs_hosts")
+pytestmark = pytest.mark.usefixtures("needs_hosts", "warm_hosts")
 
 # The last rank can't start while there is a file that says so. Two ranks remove it if another file says so: it is gone
 # when the launcher tries three ranks again. Once the last rank is back, the job ends after 23 more steps.
