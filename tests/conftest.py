@@ -90,21 +90,28 @@ def warm_jobs():
         yield
 
 
-@pytest.fixture(scope="module")
-def warm_hosts(warm_jobs, tmp_path_factory):
-    """Have the jobs of a module on hosts of namespaces start warm; the process that they are forked from is on none.
-
-    A host ends with all that was started on it. So a job outside comes first, with the number of threads of all others.
-    A plugin of torch's has that process import sympy, which DTensors would have each rank import for half a second.
-    """
+@pytest.fixture(scope="session")
+def sympy_plugin(tmp_path_factory):
+    """A folder for PYTHONPATH: torch imports sympy by a plugin in it."""
     folder = tmp_path_factory.mktemp("plugin")
     (folder / "needs_sympy.py").write_text("import sympy\n\ndef load():\n    pass\n")
     (facts := folder / "needs_sympy-1.dist-info").mkdir()
     (facts / "METADATA").write_text("Name: needs_sympy\nVersion: 1\n")
     (facts / "entry_points.txt").write_text("[torch.backends]\nneeds_sympy = needs_sympy:load\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def warm_hosts(warm_jobs, sympy_plugin):
+    """Have the jobs of a module on hosts of namespaces start warm; the process that they are forked from is on none.
+
+    A host ends with all that was started on it. So a job outside comes first, with the number of threads of all others.
+    That process has imported sympy, which DTensors would have each rank import for half a second. The folder of the
+    plugin is one for the session: with another in PYTHONPATH, each module would have its jobs start a process anew.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", str(sympy_plugin), prepend=os.pathsep)
         job = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "1", "-m", "this"]
         subprocess.run(job, check=True, capture_output=True, timeout=120)
         yield
@@ -201,10 +208,12 @@ def _is_new(process: str, before: set[str], began_s: float) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing_behind():
+def leaves_nothing_behind(request):
     """Fail a test that leaks a process, a descriptor, a thread or a segment."""
-    # Started here, so that the server's own descriptors count as there before.
-    phalanx.testing.start_server()
+    # Started here, so that the server's own descriptors count as there before. With the variables of `warm_hosts` it
+    # would be another server, which costs 4 s of CPU time, and tests on hosts of namespaces start no ranks here.
+    if "warm_hosts" not in request.fixturenames:
+        phalanx.testing.start_server()
     before, began_s = _holdings(), time.clock_gettime(time.CLOCK_BOOTTIME)
     yield
     deadline, made = time.monotonic() + _SETTLE_S, shm.files() - before["/dev/shm entry"]
