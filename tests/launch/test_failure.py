@@ -206,7 +206,7 @@ def test_a_taken_port_names_its_owner_and_what_to_do(tmp_path):
         port = taken.getsockname()[1]
         done = run_job(tmp_path, SPEAK, "--master-port", str(port))
         nodes = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port))
-        first_of_two = run_job(tmp_path, SPEAK, *nodes)
+        first_of_two = run_job(tmp_path, SPEAK, "--no-preload", *nodes)
     assert f"port {port} is taken by pid {os.getpid()} (" in first_of_two.stderr
     assert "use another --master-port (or --rdzv-endpoint), the same on every node" in first_of_two.stderr
     assert (done.returncode, done.stdout) == (1, "")
