@@ -40,8 +40,8 @@ void Collectives::arrive(Wait& wait) {
     return num_here == control_.size();
   };
   // Only a rank that finds that all ranks have arrived wakes the sleepers, and the fence in has_sleepers() guarantees
-  // that at least one rank finds this. The first all_here() comes before that fence to save time: the fence waits until
-  // the peers can see this rank's store, and meanwhile the last rank to arrive already fetches the lines of its peers.
+  // that at least one rank finds this. The first all_here() runs before that fence to save time: the last rank to
+  // arrive fetches its peers' lines while its own store is still on its way to them. The fence waits for that store.
   const bool is_last = all_here();
   if (has_sleepers(control_.header().bell) && all_here()) ring(control_.header().bell);
   arrival_wait_s_ = 0;
@@ -118,8 +118,8 @@ void Collectives::ensure_mailboxes(Wait& wait) {
   });
 }
 
-/// If every rank waits for all ranks, only the last rank to publish wakes the sleepers; otherwise every rank that
-/// publishes wakes them.
+/// Sets this rank's `counter`, and wakes the sleepers. If every rank waits for all ranks, only the last rank to publish
+/// wakes them.
 void Collectives::publish(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value, bool all_wait_for_all) {
   (control_.progress(control_.rank()).*counter).store(value, std::memory_order_release);  // pairs with await_all()
   if (!has_sleepers(control_.header().bell)) return;

@@ -1,4 +1,4 @@
-// All collectives except all_reduce: what each one stages for its peers, and what it does with the peers' data.
+// All collectives except all_reduce: what a rank stages for its peers, and what it does with its peers' data.
 #include "collectives/collectives.h"
 
 #include <algorithm>

@@ -123,7 +123,7 @@ class Collectives {
   ControlBlock& control_;
   std::uint32_t seq_ = 0;
   double arrival_wait_s_ = 0;
-  std::uint64_t chunks_ = 0;  // number of chunks so far, from which the counters in Progress continue
+  std::uint64_t chunks_ = 0;  // number of chunks so far; the counters in Progress continue from here
   Mapping mailboxes_;
   std::vector<const void*> sources_;
   Pieces pieces_;  // the pieces of the all_reduce in progress

@@ -9,7 +9,7 @@
 // 2. By size:
 //     inline    up to 48 bytes: the data travels in the line that peers wait for;
 //     one-shot  up to kStageBytes: the data is staged before the ranks meet and read as soon as they have met, with one
-//               synchronisation in all;
+//               synchronization in all;
 //     chunked   above kStageBytes: chunks flow through small mailboxes that stay in the caches, and several chunks are
 //               in flight at once.
 //
@@ -65,8 +65,8 @@ inline void copy_bytes(void* to, const void* from, std::size_t bytes) {
   if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
 }
 
-/// `stage(area, lo, len)` writes bytes [lo, lo + len) of every block into this rank's area, block j at area + j * len;
-/// `consume(area_of, lo, len)` reads the blocks of rank r at area_of(r).
+/// Runs a collective. `stage(area, lo, len)` writes bytes [lo, lo + len) of every block into this rank's area, block j
+/// at area + j * len. Later, `consume(area_of, lo, len)` reads those bytes of the blocks of rank r at area_of(r).
 template <class Stage, class Consume>
 void Collectives::exchange(const Context& context, const Call& call, Flow flow, Blocks blocks, Stage&& stage,
                            Consume&& consume) {
@@ -86,8 +86,8 @@ template <class Stage, class Consume>
 void Collectives::exchange_chunks(Wait& wait, Flow flow, Blocks blocks, Stage&& stage, Consume&& consume) {
   if (blocks.total() == 0) return;
   ensure_mailboxes(wait);
-  // chunk: the same range of bytes of every block; slot: the place in its mailbox where a rank stages one chunk. The
-  // slots of a rank form one ring.
+  // chunk: the same range of bytes of every block; slot: the place in a rank's mailbox for one staged chunk. The slots
+  // of a rank form one ring.
   constexpr std::uint64_t kRing = 2 * kSlots;
   const std::size_t aligned = std::max<std::size_t>(blocks.item_bytes, kCacheLine);
   const std::size_t most = std::max(tuning.chunk_bytes / blocks.num / aligned, std::size_t{1}) * aligned;

@@ -23,7 +23,7 @@ namespace {
 /// blocks could not be read; kDenied: the system refuses all reads, so the group does not try again.
 enum class Reading : std::uint8_t { kDone, kFaulted, kDenied };
 
-/// Copies from another process. Returns 0 or an errno. Source: process_vm_readv(2), Linux 3.2.
+/// Fills `to` from the memory of another process. Returns 0 or an errno. Source: process_vm_readv(2), Linux 3.2.
 int read_memory(pid_t pid, std::uint64_t from, std::span<std::byte> to) {
   constexpr std::size_t kMost = std::size_t{1} << 30;
   while (!to.empty()) {

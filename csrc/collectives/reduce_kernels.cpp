@@ -1,6 +1,6 @@
 // Compiled once per instruction set (see CMakeLists.txt), into the namespace that PHALANX_SIMD names. Only reductions
 // and digests have variants (x86-64, v3, v4); at run time, the variant that fits the processor is chosen. All other
-// code may use the baseline only.
+// code is compiled for the baseline only.
 //
 // Everything lives in an unnamed namespace and uses only builtin types. If this file used an inline function of a
 // standard header, the linker would merge the copies of that function in all objects, and might keep the copy with the
@@ -82,7 +82,7 @@ template <class T> inline void store(T x, T& out) { out = x; }
 inline void store(float x, bf16& out) { narrow(x, out); }
 inline void store(float x, f16& out) { narrow(x, out); }
 
-/// Forces the rounding of a product before it is added: GCC 12 vectorises complex products with fused multiply-adds,
+/// Forces the rounding of a product before it is added: GCC 12 vectorizes complex products with fused multiply-adds,
 /// even under -ffp-contract=off.
 template <class T> inline T rounded(T x) {
 #if defined(__x86_64__)

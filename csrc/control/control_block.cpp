@@ -81,7 +81,7 @@ ControlBlock::ControlBlock(std::shared_ptr<Segment> segment, std::uint64_t offse
   stages_ = base + o.stages;
   if (header_->magic != kMagic || header_->num_ranks != static_cast<std::uint32_t>(config_.size))
     throw std::runtime_error("the ranks disagree about the size of group '" + config_.name + "'");
-  // The pages can still be replaced: no peer reads this rank's stages before its first arrival.
+  // The pages can still be replaced: no peer reads this rank's stages before this rank has arrived.
   const std::size_t stages = 2 * kStageBytes;
   segment_->bring_near(offset_ + o.stages + static_cast<std::size_t>(config_.rank) * stages, stages, header_->node);
   Member& self = members_[config_.rank];

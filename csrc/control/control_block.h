@@ -60,7 +60,7 @@ struct Wait {
   double timeout_s = 0;
   std::chrono::nanoseconds patience{0};  // time to spin (or yield, if a peer may need this CPU) before sleeping
   Clock::time_point start{}, next_look{}, next_report{};
-  Clock::duration left_out{};      // excluded from the deadline: in signal handlers and debuggers, and while suspended
+  Clock::duration left_out{};      // time that the deadline excludes: in signal handlers, in debuggers, while suspended
   Clock::time_point held_until{};  // when a check last found a rank in a debugger
   bool told_of_debugger = false;   // the stall report has named the debugger: once is enough
   bool announced = false;
@@ -71,7 +71,7 @@ struct Wait {
 
 class ControlBlock {
  public:
-  /// Allocate and initialise the control block of a group of `size` ranks; returns its offset in the segment.
+  /// Allocate and initialize the control block of a group of `size` ranks; returns its offset in the segment.
   static std::uint64_t create(Segment& segment, int size);
 
   ControlBlock(std::shared_ptr<Segment> segment, std::uint64_t offset, GroupConfig config);
@@ -176,9 +176,9 @@ class ControlBlock {
   /// The failure that ended the group, with which queued operations fail; null if no failure ended the group.
   std::shared_ptr<const Failure> ended_by();
 
-  /// End the group because the calls of the ranks differ, and throw the failure that shows what each rank called.
-  /// `sizes`: if the calls are alike, the two sizes that contradict each other. First waits a moment for ranks that
-  /// have not called yet.
+  /// End the group because the ranks' calls differ or, with `sizes`, because two sizes in their lists contradict each
+  /// other. Throws the failure that shows what each rank called. First waits a moment for ranks that have not called
+  /// yet.
   [[noreturn]] void mismatch(Wait& wait, std::optional<SizeDispute> sizes = {});
   /// True if rank `r` has made call number `seq` and that call differs from this rank's call.
   bool call_differs(int r, std::uint32_t seq) {

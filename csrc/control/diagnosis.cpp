@@ -2,9 +2,9 @@
 //
 // Deadlock: a rank that waits for its only message in flight publishes the peer of that message. A waiting rank follows
 // these records from rank to rank. If the records lead back to the waiting rank, the ranks wait for each other in a
-// circle. A circle counts only if none of its messages is on its way, because the record of a suspended rank may be out
-// of date. A rank that waits in a collective is never part of a circle. A rank that waits to join a new group says so
-// in the control blocks of its existing groups.
+// circle. A circle counts only if none of its messages is on its way: a suspended rank remains on record as waiting,
+// although its message has come. A rank that waits in a collective is never part of a circle. A rank that waits to join
+// a new group says so in the control blocks of its existing groups.
 #include "control/control_block.h"
 
 #include <chrono>
@@ -135,8 +135,8 @@ Failure ControlBlock::timed_out(const Wait& wait, const MissingFn& missing) {
 }
 
 /// Returns the cycle of waiting ranks that this rank is part of; empty if there is none. Each rank of the cycle waits
-/// for its only message in flight, which it exchanges with the next rank. A wait does not count if its message is on
-/// its way: the record of the waiting rank may be out of date, for example because that rank is suspended.
+/// for its only message in flight, which it exchanges with the next rank. There is no cycle if one of the messages is
+/// on its way: its receiver may be suspended, and takes the message when it runs again.
 std::vector<Waiter> ControlBlock::circle() {
   std::vector<Waiter> found;
   for (int r = rank(); static_cast<int>(found.size()) < config_.size;) {

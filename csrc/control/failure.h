@@ -19,7 +19,7 @@ namespace phalanx {
 enum class FailureKind : std::uint32_t {
   kNone = 0,
   kCallsDiffer,     // ranks called different collectives
-  kSizesDiffer,     // the sizes in their lists contradict each other
+  kSizesDiffer,     // the sizes in the ranks' lists contradict each other
   kMessageDiffers,  // a receive does not fit the message that was sent
   kRankEnded,       // the culprit's process has ended
   kRankReplaced,    // the culprit's process runs another program now (exec)
@@ -34,8 +34,8 @@ enum class FailureKind : std::uint32_t {
   kDestroyed,       // this rank left the group before the operation was done
   kUnusable,        // the group had ended before this call, because of `cause`; without a cause, this rank had left it
   kForked,          // the call was made in a forked child of the process that joined the group
-  kNested,          // a signal handler called an operation; the handler had interrupted what `detail` names
-  kNestedWait,      // a signal handler waited for an operation; the handler had interrupted what `detail` names
+  kNested,          // a signal handler called an operation; the handler had interrupted the operation named in `detail`
+  kNestedWait,      // a signal handler waited for an operation; the handler had interrupted the one named in `detail`
   kNoMemory,        // the segment cannot grow by `size_bytes`
   kSystem,          // the system denied a rank what it needs, such as a thread or a mapping
 };
@@ -115,7 +115,7 @@ class Failure : public std::exception {
   std::uint64_t seq = 0;  // number of the collective in its group, from 1; 0 for point-to-point
   std::string site;       // "train.py:31"
   std::vector<int> ranks;  // ranks at fault: missing, dead or in disagreement
-  int by = -1;             // the rank that ended the group, if it was not this one
+  int by = -1;             // the other rank that ended the group; -1: no other rank did
   int pid = 0;             // pid of the dead rank
   int exit_code = -1;      // exit code of the dead rank, -1 when unknown
   int signal = 0;          // signal that killed the dead rank, 0 when none or unknown

@@ -2,7 +2,7 @@
 //
 // A thread waits for the lock (the "turn") as it does for anything else: it checks for signals, the deadline and the
 // end of the group. A signal handler that has interrupted a collective could never get the turn, because that
-// collective continues only when the handler returns. Nor can the handler run its collective without the turn: the
+// collective continues only when the handler returns. Nor can the handler run a collective without the turn: the
 // signal may interrupt a different collective on each rank, so the ranks would call collectives in different orders. So
 // a collective that the handler calls fails with GroupUnusable at once.
 #pragma once

@@ -29,7 +29,7 @@ inline constexpr std::size_t kCacheLine = 64;
 inline constexpr std::size_t kInlineBytes = 48;
 inline constexpr std::size_t kMaxRanks = 1024;
 
-/// Bytes of one staging area, and therefore of the largest message that needs only one synchronisation.
+/// Bytes of one stage. A message that fits into a stage needs only one synchronization.
 inline constexpr std::size_t kStageBytes = 64 * 1024;
 /// Slots of a mailbox: see all_reduce.cpp for why three are enough.
 inline constexpr std::size_t kSlots = 3;
@@ -76,7 +76,7 @@ struct alignas(kCacheLine) Member {
   std::atomic<std::uint32_t> site_seq;  // sequence number of the collective for which `site` was last written
   std::atomic<std::uint32_t> awaits;    // a packed Awaited, set while this rank waits for its only message in flight
   SharedText site;                      // "all_reduce #42 of group 'world' at train.py:31"
-  SharedText why;                       // the error that made the rank leave; not in `site`, which peers may be reading
+  SharedText why;                       // the error that made the rank leave; empty if there is none
 };
 
 /// Arrival of one rank at one collective: what it called, and up to 48 bytes of data. A rank alternates between two
@@ -95,7 +95,7 @@ static_assert(sizeof(Line) == kCacheLine);
 struct Progress {
   alignas(kCacheLine) std::atomic<std::uint64_t> staged;    // chunks published in the mailbox
   alignas(kCacheLine) std::atomic<std::uint64_t> consumed;  // chunks read from every peer (in all_reduce: reduced)
-  alignas(kCacheLine) std::atomic<std::uint32_t> cpu;       // last seen CPU + 1, 0: unknown; peers must not spin on it
+  alignas(kCacheLine) std::atomic<std::uint32_t> cpu;       // CPU last seen on + 1, 0: unknown; no peer spins there
 };
 
 /// A futex word that waiting threads sleep on, and the number of threads that sleep or are about to.
@@ -107,7 +107,7 @@ struct alignas(kCacheLine) Bell {
 struct GroupHeader {
   std::uint64_t magic;
   std::uint32_t num_ranks;
-  std::uint32_t node;  // NUMA node whose memory the region was allocated from
+  std::uint32_t node;  // NUMA node on which the region was allocated
   std::uint64_t region_bytes;
   alignas(kCacheLine) std::atomic<std::uint64_t> mailbox;  // offset; 0: not made yet
   std::atomic<std::uint32_t> attached;  // ranks that map the region; the last one to leave frees it

@@ -45,7 +45,7 @@ struct ProcStat {
   bool is_exiting = false;  // the thread no longer runs code of its program
   int num_threads = 0;
   std::uint64_t start_time = 0;
-  std::uint64_t stack = 0;  // address where the stack begins; 0 for a zombie, and if /proc hides it
+  std::uint64_t stack = 0;  // address where the stack begins; 0 if the process is a zombie or /proc hides the address
   int exit_code = 0;
 };
 
@@ -73,8 +73,8 @@ std::string folder_of(int pid) { return "/proc/" + std::to_string(pid); }
 
 std::optional<ProcStat> read_stat(int pid) { return read_stat(folder_of(pid)); }
 
-/// True if /proc shows the exit code of a process as 0 whatever its value. /proc does so if this process may not
-/// inspect the other process, for example because this process has changed its user.
+/// True if /proc shows 0 in place of the exit code of a process. /proc does so if this process may not inspect the
+/// other process, for example because this process has changed its user.
 bool hides_exit_code(int pid) {
   char link;
   return readlink((folder_of(pid) + "/exe").c_str(), &link, 1) < 0 && errno == EACCES;
@@ -135,8 +135,8 @@ std::uint32_t quota_cpus() {
     std::string controllers(1, ',');
     controllers.append(line, first + 1, second - first - 1).push_back(',');
     const std::string path = line.substr(second + 1);
-    // In a container, `path` may be a path on the host, although our own cgroup is mounted as the root. So a missing
-    // folder counts as one without a quota, and the walk ends at the root.
+    // In a container, `path` may be a path on the host, although our own cgroup is mounted as the root. So a folder
+    // that does not exist counts as a folder without a quota, and the walk continues up to the root.
     if (controllers == ",,") least = std::min(least, least_quota("/sys/fs/cgroup", path, read_v2));
     if (controllers.find(",cpu,") != std::string::npos)
       for (const char* root : {"/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct"})
@@ -152,8 +152,8 @@ Ending from_wait_status(int status) {
   return ending;
 }
 
-// From 2 * kCheap watches on, only one in num_watches / kCheap calls of dead() reads /proc, but at least one in
-// kSeldom.
+// With 2 * kCheap watches or more, dead() reads /proc only in every (num_watches / kCheap)-th call, but at least in
+// every kSeldom-th.
 constexpr unsigned kCheap = 4, kSeldom = 8;
 
 using Watches = std::map<std::pair<int, std::uint64_t>, std::weak_ptr<const PeerWatch>>;

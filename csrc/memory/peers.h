@@ -78,9 +78,9 @@ class PeerWatch {
                // the peer lives in another pid namespace and can't be watched
 };
 
-/// True if every rank can have a CPU of its own, so that a spinning rank takes no CPU from a peer. Considers the cgroup
-/// quota and the affinity masks: each rank's mask must have at least as many CPUs as there are ranks that may use no
-/// other CPUs.
+/// True if every rank can have a CPU of its own, so that a spinning rank takes no CPU from a peer. The cgroup quota and
+/// the affinity masks taken together must allow `num_ranks` CPUs, and each mask must have at least as many CPUs as
+/// there are ranks whose masks lie within it.
 bool cpus_suffice(const Member* members, std::size_t num_ranks);
 
 }  // namespace phalanx

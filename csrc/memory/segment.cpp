@@ -54,7 +54,7 @@ sockaddr_un abstract_address(const std::string& name, socklen_t& length) {
   return address;
 }
 
-/// True if the peer runs as the same user. Anyone may connect to an abstract socket.
+/// True if the peer runs as the same user. Any user can connect to an abstract socket.
 bool same_user(int socket) {
   ucred credentials{};
   socklen_t length = sizeof credentials;
@@ -112,7 +112,7 @@ Fd receive_fd(int socket) {
   return Fd(fd);
 }
 
-/// Return a lock on the range that has one byte for each possible rank.
+/// Describe a write lock on the first kMaxRanks bytes of the file: one byte for each possible rank.
 struct flock whole_world() {
   struct flock lock{};
   lock.l_type = F_WRLCK;
@@ -127,7 +127,7 @@ void reserve(int fd, std::uint64_t offset, std::size_t bytes) {
     rc = fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes));
   } while (rc != 0 && errno == EINTR);
   if (rc == 0) return;
-  // EFBIG: RLIMIT_FSIZE (ulimit -f) applies to a memfd, too.
+  // EFBIG: RLIMIT_FSIZE (ulimit -f) applies even to a memfd.
   if (errno == ENOSPC || errno == ENOMEM || errno == EDQUOT || errno == EFBIG) throw std::bad_alloc();
   fail("fallocate of the shared segment");
 }

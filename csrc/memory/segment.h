@@ -10,7 +10,7 @@
 //     channel    after the first message from one rank to another 264 KiB per pair and direction
 //
 // and releases all of it when its last rank leaves. For two ranks without channels, that is 1.0 MiB. Memory is
-// allocated and freed in whole regions (fallocate, without and with PUNCH_HOLE); offsets are never reused. fallocate
+// allocated (fallocate) and freed (fallocate with PUNCH_HOLE) in whole regions; offsets are never reused. fallocate
 // takes pages from the caller's NUMA node, so a rank on another node replaces the pages of its own stages and mailbox
 // before it uses them. A channel is allocated by its sender, so its pages lie on the sender's node.
 #pragma once

@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::uint64_t kLearn_ns = 10'000'000;  // time to measure the rate: an error of 0.1 us is 10 ppm of this time
 constexpr std::uint64_t kTrust_ns = 1'000'000;
-constexpr std::uint64_t kMostTicks = std::uint64_t{1} << 20;  // multiplied by a rate below 4 us per tick, fits 64 bits
+constexpr std::uint64_t kMostTicks = std::uint64_t{1} << 20;  // times a rate_ below 4 us per tick: fits into 64 bits
 constexpr std::uint64_t kApart_ns = 2'000;  // if two reads of the counter are further apart, the thread was interrupted
 
 #if defined(__x86_64__)

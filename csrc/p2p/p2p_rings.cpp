@@ -11,7 +11,7 @@
 namespace phalanx {
 namespace {
 
-/// Bytes of one fragment: small enough that sender and receiver overlap, large enough to amortise the flags.
+/// Bytes of one fragment: small enough that sender and receiver overlap, large enough to amortize the flags.
 constexpr std::size_t kFragmentBytes = kChannelBytes / 4;
 
 void to_ring(Channel& channel, std::uint64_t position, const std::byte* from, std::size_t bytes) {
@@ -176,7 +176,7 @@ void PointToPoint::begin_message(Incoming& in, int src, const Fragment& head) {
     check_fits(*in.into, src, head);
     return;
   }
-  // A receive wants a later message of this source: keep this one until its own receive is posted.
+  // A receive wants a later message of this source: keep this message until a receive for it is posted.
   in.held = std::make_shared<Unexpected>();
   in.held->head = head;
   in.held->data.resize(head.message_bytes);

@@ -275,7 +275,7 @@ NB_MODULE(_core, m) {
   m.def("reduces", [](int dtype, int op) {
     return find_reduce(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op)) != nullptr;
   }, "True if the reduce operation has a meaning for the dtype.");
-  // Reduces buffers of this process, in the order of `ins`; `out` may be one of them.
+  // Reduces the buffers `ins` of this process, in their order; `out` may be one of them.
   m.def("reduce_buffers", [](Address out, const Addresses& ins, int dtype, int op, std::size_t count) {
     const ReduceFn reduce = find_reduce(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op));
     nb::gil_scoped_release release;

@@ -80,7 +80,7 @@ std::pair<std::size_t, std::size_t> num_blocks(Op op, std::size_t size, bool on_
   }
 }
 
-/// The inputs or the outputs of a call, as blocks: each tensor of a list is one block; a single tensor holds all of them.
+/// The inputs or the outputs of a call, as blocks: a list has one block in each tensor; a single tensor has all blocks.
 class Side {
  public:
   explicit Side(std::pmr::memory_resource* room) : blocks(room), ranges(room), memories_(room) {}
@@ -162,7 +162,7 @@ bool run_plain(Group& g, const Collective& kind, nb::handle inputs, nb::handle o
   return true;
 }
 
-/// The sum of squares of the first `num_squared` pieces of a result, and the seconds until all ranks had arrived.
+/// The sum of squares over the pieces that are marked as `squared`, and the seconds until all ranks had arrived.
 using Reduced = std::pair<double, double>;
 
 Reduced reduce_pieces(Group& g, const Collective& call, std::span<const Piece> pieces, bool with_squares, Timeout timeout) {

@@ -123,7 +123,7 @@ std::uint32_t recorded_site() {
     if (!file.empty()) return line_of(*writer, raw, code.ptr(), file);
     frame = caller_of(raw);
   }
-  PyErr_Clear();  // walking up failed for lack of memory: the event has no line
+  PyErr_Clear();  // set if memory was too short to walk up; the event has no line
   return 0;
 }
 
