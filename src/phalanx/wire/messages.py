@@ -182,7 +182,7 @@ def _read_generic(value: Any, origin: Any, options: tuple[Any, ...]) -> Any:
 
 
 def _items(value: Any, shapes: tuple[Shape, ...]) -> typing.Iterator[Any]:
-    """Return an iterator over the items of a list of a fixed length, each read as its shape."""
+    """Return an iterator over the items of a list of a fixed length, each read as the shape at its place."""
     is_so = isinstance(value, (list, tuple)) and len(value) == len(shapes)
     require(is_so, f"a list of {len(shapes)}", value)
     return (read_value(one, shape) for one, shape in zip(value, shapes, strict=True))

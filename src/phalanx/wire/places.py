@@ -87,7 +87,7 @@ def _is_stale(path: str) -> bool:
     """Whether no process has this socket open any more; a process that has it open does not notice the check."""
     with contextlib.suppress(OSError), contextlib.closing(_socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)) as asker:
         is_made = time.time() - os.lstat(path).st_mtime > _MADE_S
-        # an open socket causes a different error, because it has another type
+        # an open socket, which is of another type than ours, causes EPROTOTYPE instead
         return is_made and asker.connect_ex(path) == errno.ECONNREFUSED
     return False
 
@@ -190,7 +190,7 @@ def announce_ready(path: str) -> None:
 
 
 def is_importing(path: str) -> bool:
-    """Whether the process of this socket is still importing torch; a process that is not answers at once or never."""
+    """Whether the process of this socket is still importing torch; otherwise it answers at once or never."""
     try:
         return stat.S_IMODE(os.lstat(path).st_mode) == _IMPORTING_MODE
     except OSError:

@@ -15,7 +15,7 @@ _on_meeting: Callable[[], None] | None = None
 
 
 def call_when_solo(look: Callable[[], None] | None) -> None:
-    """Make a group of one rank call `look` wherever a larger group would call a collective; `look` may raise."""
+    """Make a group of one rank call `look` where a larger group would exchange values or numbers; `look` may raise."""
     global _on_meeting
     _on_meeting = look
 
@@ -71,7 +71,7 @@ class RankGroup:
         return tensors
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Return the tensor of the global rank `source`, on the CPU; all ranks pass the same shape and dtype."""
+        """Return the tensor of the global rank `source`, on the CPU; all ranks pass tensors of its shape and dtype."""
         if self.world_size > 1:
             sent = tensor.to(self.device)
             dist.broadcast(sent, source, group=self._group)

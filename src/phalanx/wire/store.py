@@ -162,7 +162,7 @@ def _set_all(store: Any, texts: dict[str, str]) -> None:
 
 
 class _Clerk:
-    """A thread that makes the requests to a store: it starts with the first request and ends after a pause.
+    """A thread that makes the requests to a store: it starts with the first request and ends when no more arrive.
 
     If memory is short, a new thread may fail before it runs its first line, and `threading.Thread.start` would wait for
     this thread forever. So `_thread` starts the thread, and if it does not begin in time, the caller makes the request
