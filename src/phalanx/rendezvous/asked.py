@@ -138,7 +138,7 @@ def read_url(url: str, timeout: Any, where: str, call: str = "init_process_group
     )
     asked = Asked(
         **numbers,
-        # An invalid time is replaced here, because the backend refuses it later and tells the other ranks.
+        # An invalid time is only replaced here: the backend refuses it later, when it can tell the other ranks.
         timeout_s=min(seconds, _env.LONGEST_S) if seconds > 0 else _DEFAULT_S,
         call=call,
         where=where,
@@ -163,7 +163,7 @@ def _launcher_of(asked: Asked, environ: dict[str, str]) -> str:
 def cpu_backend(backend: str) -> str:
     """Return the backend that handles CPU tensors if ``init_process_group`` is called with `backend`.
 
-    Different values may mean the same: ``cpu:gloo,cuda:nccl``, ``gloo``, or nothing.
+    Different values may mean the same: ``cpu:gloo,cuda:nccl``, ``gloo``, or an empty text.
     """
     names = backend.lower()
     if ":" in names:

@@ -12,8 +12,9 @@ all ranks of the launch have noted this, each learns that none of them is rank 0
 
 A group that is being formed also reads the notes about processes that are known to be its members. The members of the
 world are known from the roll call, those of other groups from the world. For a group that a program makes by hand over
-a store of its own, no member is known before the ranks have said hello. An end counts only if a second look confirms
-it, because just before its end, a rank may have done what others wait for.
+a store of its own, no member is known before the ranks have said hello. When a
+member has ended, the group looks once more before it raises: just before its end, the member may have said hello, or
+left its own error in the store.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Launch:
     Attributes:
         launcher: Name of the launcher for users: ``phalanx run`` or ``phalanx.spawn``.
         notes: Path of the file in which the launcher notes the ends of ranks, and ranks note that they wait for rank 0.
-        rank: Rank that the launcher gave this process; the process may claim another one.
+        rank: Rank that the launcher gave this process; the process may claim another rank.
     """
 
     launcher: str
@@ -169,7 +170,7 @@ class Started:
         launcher: Name of the launcher for users: ``phalanx run`` or ``phalanx.spawn``.
         command: Command that the ranks run, in the syntax of a shell; empty if no user typed it.
         folder: Folder of the run's logs; empty if there is none.
-        world_size: Number of ranks, also on other hosts; 0: not known yet.
+        world_size: Number of ranks on all hosts; 0: not known yet.
         pids: Processes of the ranks of this host, by rank.
         ended: Ends of the ranks of this host that have ended, by rank.
         state: Activity of the launcher while none of its ranks runs, such as ``waiting for other nodes``; empty if the
@@ -227,7 +228,7 @@ def start_time(pid: int) -> int:
     """
     with contextlib.suppress(OSError, IndexError, ValueError):
         fields = stat_fields(pid)
-        # A process closes its files and sockets before it becomes a zombie, so one that is exiting counts as ended.
+        # An exiting process counts as ended: it closes its files and sockets before it becomes a zombie.
         return 0 if fields[3] in "ZX" or int(fields[9]) & _PF_EXITING else int(fields[22])
     return 0
 

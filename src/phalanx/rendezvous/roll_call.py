@@ -7,12 +7,12 @@ prefix for the keys of the group. This detects two processes with the same rank,
 backends, and every rank raises the same error.
 
 **Leftovers do no harm.** A file, or the store of torchrun's agent, may hold the records of an earlier group, attempt or
-run: the agent keeps one store for all attempts, and its restart count may differ between nodes. None of these records
-is under the current token, because dead ranks answer no token. A rank answers every rank 0 whose record it finds,
-unless ``/proc`` shows that this rank 0 has ended. But a rank compares its numbers only with a rank 0 that is known to
-be alive. On the same host, ``/proc`` shows this; on another host, reports that rank 0 keeps writing show it. If a rank
-dies during the roll call, a rank 0 on the same host notices it in ``/proc``; in the same way, ranks on rank 0's host
-notice the death of rank 0.
+run. (The agent keeps one store for all attempts; its restart count can't separate them, because it may differ between
+nodes.) None of these records is under the current token, because dead ranks answer no token. A rank answers every
+rank 0 whose record it finds, unless ``/proc`` shows that this rank 0 has ended. But a rank compares its numbers only
+with a rank 0 that is known to be alive. On the same host, ``/proc`` shows this; on another host, reports that rank 0
+keeps writing show it. If a rank dies during the roll call, a rank 0 on the same host notices it in ``/proc``; in the
+same way, ranks on rank 0's host notice the death of rank 0.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class RollCall:
             self._answered = told["token"]
 
     def _reply(self) -> str | None:
-        """On other ranks: answer rank 0 unless already done; return the prefix once rank 0 has sent it, else None."""
+        """On ranks other than 0: answer rank 0 if not done yet; return the prefix if rank 0 has sent it, else None."""
         if not self._answered:
             self._answer()
         return self._word()
@@ -222,7 +222,7 @@ class RollCall:
             pids.setdefault(host, []).append((rank, pid))
         self.pids = dict(pids[self._mine["process"][0]])
         words = {f"word/{one['token']}": {"prefix": prefix, "pids": pids[one["process"][0]]} for one in records}
-        # Overwritten rather than deleted: a rank that has just checked for the key would wait for its value.
+        # Overwritten, not deleted: a rank that has just seen that a key exists would wait in vain for its value.
         leftovers = {f"rank/{rank}": None for rank in range(self._asked.world_size)}
         self._store.set_all({**words, **leftovers}, max(self._patience.left_s, PART_S))
         return prefix

@@ -90,7 +90,7 @@ def _refuse_stranger(asked: Asked) -> None:
 def _listens(port: int) -> bool:
     """Whether this process itself listens on `port`, as it does if it serves the store of an earlier group.
 
-    Such a store may answer slowly.
+    Such a store may answer too slowly for `store_of_another`.
     """
     for number in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):
@@ -167,7 +167,7 @@ def _await_server(asked: Asked, patience: Patience) -> None:
     try:
         _try_to_connect(asked, patience)
     except PhalanxError as error:
-        still_waits = type(error) is PhalanxError  # no rank is rank 0: the note stays for ranks that look later
+        still_waits = type(error) is PhalanxError  # no rank is rank 0: ranks that look later need this rank's note, too
         raise
     finally:
         if launch is not None and not still_waits and launch.rank in launch.waiting():

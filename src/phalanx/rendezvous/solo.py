@@ -1,11 +1,11 @@
-"""Detects ranks that train without each other, because the user forgot to join them.
+"""Detects ranks that train without each other by mistake.
 
-At its end, such a rank reports this to its launcher.
+When such a rank ends, it reports the mistake to its launcher.
 
 A rank without a group has trained alone if its optimizer has stepped. A rank in a group has trained apart if its
 optimizer has stepped twice, and nothing but barriers ran in any group since the first optimizer was made. (One step is
-not enough, because the data that it needs may have been exchanged before.) The launcher warns if all its ranks report
-the same.
+not enough, because its data may have been exchanged before the optimizer was made.) The launcher warns if all its ranks
+report the same.
 
 **A correct program must never cause a warning.** A process reports nothing if some of its exchanges can't be counted,
 that is, if it has a group of another backend, RPC, a GPU in use, or a torch before 2.14 (where some calls bypass
@@ -13,7 +13,8 @@ Python). A single all_reduce of a loss suffices to prevent the warning, since ev
 that. Groups count collectives in the core anyway; barriers and messages are counted where Python starts them.
 
 torch calls `Optimizer.profile_hook_step` when it makes the first optimizer of a class, so this module replaces that
-function to see optimizers and their steps. A hook on optimizers would keep a Trainer from dividing the step.
+function to see optimizers and their steps. A hook on an optimizer would show the steps, too, but a Trainer does not
+divide the step of an optimizer with hooks among the ranks.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class _Training:
         self._first: Callable[[], Any] = lambda: None
 
     def watch(self) -> None:
-        """Wrap `step` of each optimizer class when torch hooks it, that is, when its first optimizer is made."""
+        """Wrap `step` of each optimizer class when torch hooks it, when the class makes its first optimizer."""
         from torch.compiler import is_dynamo_compiling
         from torch.optim import Optimizer
 
