@@ -5,8 +5,8 @@ the script caught an error during the previous attempt and loaded a checkpoint o
 lost do not count. Only a Trainer numbers the steps of a run. For a manual loop, the repeated steps are therefore those
 that began after the previous attempt last saved or loaded that checkpoint.
 
-A rank writes a failure note when an operation fails. If no other step or collective began between the end of the first
-one and that note, the first one itself has failed. A failed step or collective does not count as progress, so the
+A rank writes a failure note when an operation fails. The first step (or collective) itself has failed if no other step
+or collective began between its end and that note. A failed step or collective does not count as progress, so the
 launcher's line about the recovery does not name it.
 """
 
@@ -26,7 +26,7 @@ class Before(NamedTuple):
 
     Attributes:
         last_step: Number, in the run, of the step that finished last; 0 if no step finished, or if steps have no such
-            numbers. It may not be the largest number, because a script may catch an error and load a checkpoint.
+            numbers. It need not be the largest number, because a script may catch an error and load a checkpoint.
         saved: Time at which the rank last saved or loaded a checkpoint, by the step of the checkpoint.
         steps: Start times of its finished steps, in order.
         has_steps: Whether the rank has recorded any step.

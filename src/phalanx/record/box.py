@@ -38,7 +38,7 @@ LOADED = "checkpoint loaded"
 LOADING = "load checkpoint"
 """Text of the phase in which a rank loads a checkpoint; a note with the text `LOADED` follows the phase."""
 MEMORY = "resident memory"
-"""Text of a note whose value is the number of bytes of memory that a rank has."""
+"""Text of a note whose value is the resident memory of a rank, in bytes."""
 
 _MAGIC = b"PHAXBOX1"
 _VERSION = 1
@@ -68,8 +68,8 @@ class Event(NamedTuple):
         ended_ns: Time of its end; 0 if it has not ended.
         kind: "collective", "message", "step", "phase", "note", or "call" for a collective whose end is not recorded.
         op: Name of the collective or the message, such as ``all_reduce``.
-        text: Name of the group or of the phase, or the text of a note; for a step, ``of N`` with the largest possible
-            number.
+        text: Name of the group or of the phase, or the text of a note; for a step, ``of N``, where N is the largest
+            number that a step can have.
         site: Line of the call, such as ``train.py:31``; empty if it is not known.
         thread: The kernel's id of the thread.
         seq: Number of a collective in its group, or of a step; for a message, the peer's rank in the

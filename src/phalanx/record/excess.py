@@ -37,7 +37,7 @@ FALSE_ALARMS = 1e-5
 BLOCK = 10
 """Number of steps that are summed to find recurring pauses."""
 LEAST_BLOCKS = 20
-"""Number of such sums needed before a rank is named."""
+"""Number of sums of `BLOCK` steps needed before a rank is named."""
 
 _TRIMMED = 0.2  # fraction of the steps that the mean leaves out at each end
 

@@ -50,7 +50,7 @@ class Loop:
         self._has_averaged = True
 
     def _begin(self, name: str) -> None:
-        writer.end(self._phase)  # it is still open if an error ended the pass before
+        writer.end(self._phase)  # the phase is still open if an error ended its pass
         self._phase = writer.begin_phase(name, self._num_steps)
 
 

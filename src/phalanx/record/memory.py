@@ -34,7 +34,7 @@ class BoxMemory:
                 self.close()
 
     def places(self, num_boxes: int) -> list[tuple[int, int]]:
-        """Return the open file and the offset of each of the first boxes; empty if there is no memory."""
+        """Return the open file and the offset of each of the first `num_boxes` boxes; empty if there is no memory."""
         return [(self._fd, number * BOX_BYTES) for number in range(num_boxes)] if self._fd >= 0 else []
 
     @property

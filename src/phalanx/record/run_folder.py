@@ -54,7 +54,7 @@ class RunFolder:
     def rank_folder(self, attempt: int, rank: int) -> str:
         """Create and return the folder of one rank's logs; on a full disk it may be missing."""
         path = os.path.join(self.path, f"attempt_{attempt}", f"rank_{rank}")
-        with contextlib.suppress(OSError):  # a job that survived a loss must not fail because of its logs
+        with contextlib.suppress(OSError):  # a job that survived the loss of a rank must not fail for lack of logs
             os.makedirs(path, exist_ok=True)
         return path
 

@@ -46,7 +46,7 @@ def call_site(frame: FrameType | None = None) -> str:
 
     Args:
         frame: Frame at which to start; None: the caller's frame. To ask for the site of another thread, pass a frame
-            that this thread has stored: sys._current_frames() can hang the process while a thread starts or ends
+            that the other thread has stored: sys._current_frames() can hang the process while a thread starts or ends
             (gh-106883, Python before 3.11.9).
     """
     start = frame = frame or sys._getframe(1)
