@@ -1,4 +1,4 @@
-// A process group in one rank: its control block, its collectives, its messages, and the order in which they run.
+// One rank's part of a process group: the control block, collectives and messages, and the order in which they run.
 #pragma once
 
 #include <atomic>
@@ -17,9 +17,9 @@ namespace phalanx {
 
 class Group {
  public:
-  /// Make this process rank `config.rank` of the group at `offset`. A child that is forked later never destroys its
-  /// copy of the group: the child has neither the group's threads nor its membership, and destroying a condition
-  /// variable that a vanished thread waits on would hang.
+  /// Make this rank's part of the group at `offset`. A child that is forked later never destroys its copy of the group:
+  /// the child has neither the group's threads nor its membership, and destroying a condition variable that a vanished
+  /// thread waits on would hang.
   static std::shared_ptr<Group> make(std::shared_ptr<Segment> segment, std::uint64_t offset, GroupConfig config) {
     return std::shared_ptr<Group>(new Group(std::move(segment), offset, std::move(config)), [](Group* group) {
       if (!group->control().forked()) delete group;
@@ -51,7 +51,7 @@ class Group {
     if (control_.forked()) return;  // the parent, not this child, is the rank and has the threads
     if (left_.exchange(true, std::memory_order_acq_rel)) return;  // this thread or another has left already
     constexpr double kDrainSeconds = 1;
-    // In a signal handler, the operation that the signal interrupted cannot finish.
+    // In a signal handler, waiting is in vain: the operation that the signal interrupted cannot finish.
     if (why.empty() && !control_.ended() && (worker_.interrupted() || !worker_.drain(kDrainSeconds)))
       abort("the group was destroyed with operations unfinished");
     control_.depart(why);

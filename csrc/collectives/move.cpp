@@ -59,7 +59,7 @@ void Collectives::move(const Context& context, const Call& call, Flow flow, Bloc
   take_own();
 }
 
-/// Moves the blocks whose addresses every rank has published in offer(), before it arrived.
+/// Moves the blocks whose addresses every rank has published in offer() before its arrival.
 void Collectives::move_large(Wait& wait, Flow flow, Blocks blocks) {
   if (is_direct(blocks) && read_peers(wait)) return;
   exchange_chunks(

@@ -19,7 +19,7 @@ struct Items {
 
 struct Piece {
   const void* in;
-  void* out;  // may be `in`
+  void* out;  // may equal `in`
   std::size_t count;
   bool squared = true;  // whether the piece counts in the sum of squares
 };

@@ -7,8 +7,8 @@
 
 namespace phalanx {
 
-/// Codes shared with the Python side. Codes from `kCopyOnly` on stand for types without arithmetic: their elements are
-/// only moved.
+/// Codes shared with the Python side. `kCopyOnly` and all higher codes stand for types whose elements are only moved,
+/// without arithmetic.
 enum class Dtype : std::uint8_t {
   kFloat32 = 0, kFloat64, kFloat16, kBfloat16, kInt8, kInt16, kInt32, kInt64,
   kUint8, kUint16, kUint32, kUint64, kBool, kComplex64, kComplex128, kCopyOnly,
@@ -22,7 +22,7 @@ using ReduceFn = void (*)(void* dst, const void* const* srcs, int num_srcs, std:
 /// The kernel for this processor, or nullptr when the operation has no meaning for the dtype.
 ReduceFn find_reduce(Dtype dtype, ReduceOp op);
 
-/// Sum of the squares of `count` elements (of both parts of a complex one). Floats of 16 and 32 bits are summed in
+/// Sum of the squares of `count` elements (of both parts of each, if complex). Floats of 16 and 32 bits are summed in
 /// float32 within a block; the sums of blocks are added in float64. The order of additions depends on `count` alone.
 using SquaresFn = double (*)(const void* data, std::size_t count);
 

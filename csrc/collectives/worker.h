@@ -68,8 +68,8 @@ class Worker {
   /// True if this thread is inside a collective or waits for one. A signal handler calls this to learn whether it has
   /// interrupted a collective or such a wait.
   bool interrupted() const;
-  /// Return the failure that must be thrown if a signal handler calls or awaits `op` after interrupting a collective, or
-  /// the wait for one, on the same thread.
+  /// Return the failure to throw if a signal handler calls or awaits `op` in a thread that is inside a collective or
+  /// waits for one.
   Failure inside_another(FailureKind kind, Op op, std::string site) const;
   /// Wait until idle, at most `timeout_s`.
   bool drain(double timeout_s);

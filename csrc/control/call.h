@@ -23,7 +23,7 @@ inline const char* op_name(Op op) {
 /// wait for.
 struct Call {
   Op op = Op::kNone;
-  std::uint8_t dtype = 0;      // index into Python's list of names
+  std::uint8_t dtype = 0;      // index into Python's list of dtypes' names
   std::uint8_t reduce_op = 0;  // 0: none, else ReduceOp + 1
   std::uint8_t flags = 0;      // bit 0: each block has a count of its own; `count` is 0
   std::uint64_t count = 0;     // elements in each rank's block

@@ -123,7 +123,7 @@ class ControlBlock {
     sleep(wait, done, missing);
   }
 
-  /// Set the timeout of later operations that have none of their own.
+  /// Set the timeout of later operations that have no timeout of their own.
   void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }
   double timeout_s() const { return timeout_s_.load(std::memory_order_relaxed); }
 
@@ -154,7 +154,7 @@ class ControlBlock {
   Failure end(Failure failure);
   /// End the group from another thread: every wait in the group ends, here and on the peers.
   void abort(const std::string& why);
-  /// Leave the group and tell the peers. `why`: the error that makes this rank leave, which the peers are told, too;
+  /// Leave the group and tell the peers. `why`: the error that makes this rank leave, which the peers can then read;
   /// empty if there is none. Later operations of this rank fail.
   void depart(const std::string& why);
   /// True in a child that was forked after the group was made. Such a child must touch nothing of the group.
@@ -163,8 +163,8 @@ class ControlBlock {
   /// Like ended(), but also true if a peer has ended the group and no operation of this rank has noticed yet.
   bool told() const { return ended() || header_->group_failure.load(std::memory_order_acquire) != 0; }
   void require_usable(Op op);
-  /// Throw if a peer has ended the group since this operation began. After a mismatch, a collective does not throw
-  /// here, but when it compares the calls itself.
+  /// Throw if a peer has ended the group since this operation began. After a mismatch, a collective throws later
+  /// instead, when it compares the calls itself.
   void require_in_order(Wait& wait) {
     if (header_->group_failure.load(std::memory_order_acquire) != 0) come_late(wait);
   }
@@ -239,7 +239,7 @@ class ControlBlock {
   Bell* bells_ = nullptr;
   std::atomic<std::uint64_t>* channels_ = nullptr;
   std::byte* stages_ = nullptr;
-  std::vector<std::shared_ptr<const PeerWatch>> watches_;  // complete after watch_peers(), so threads may share it
+  std::vector<std::shared_ptr<const PeerWatch>> watches_;  // complete after watch_peers(), so threads can share it
   bool spins_ = false;
   std::atomic<double> timeout_s_;
   std::atomic<bool> ended_{false};

@@ -80,7 +80,7 @@ void ControlBlock::sleep(Wait& wait, const DoneFn& done, const MissingFn& missin
     if (done()) break;  // a peer may finish its part and leave during look_up()
     if (failure) throw end(std::move(*failure));
     wait.next_look = Clock::now() + until_next_look(Clock::now() - wait.start, config_.size);
-    watch.begin();  // do not take the time spent in look_up() for a suspension
+    watch.begin();  // do not mistake the time spent in look_up() for a suspension
   }
   if (!wait.announced) return;
   wait.announced = false;
@@ -108,7 +108,7 @@ std::optional<Failure> ControlBlock::look_up(Wait& wait, const MissingFn& missin
   if (wait.awaited) {
     // RELEASE publishes `site`, which circle() reads after its ACQUIRE load.
     members_[rank()].awaits.store(wait.awaited().pack(), std::memory_order_release);
-    if (!told()) wait.circle = circle();  // after a failure, ranks no longer say what they waited for
+    if (!told()) wait.circle = circle();  // after a failure, peers withdraw their records: keep the last circle
   }
   if (wait.arriving)
     for (int r = 0; r < config_.size; ++r)

@@ -14,7 +14,7 @@
 
 namespace phalanx {
 
-/// Why a group ended. The number is stored in GroupHeader::group_failure, so peers learn the kind, too. A new kind also
+/// Why a group ended. The number is stored in GroupHeader::group_failure, so peers learn the kind. A new kind also
 /// needs a name in kind_name(), and entries under that name in src/phalanx/_errors and backend/failures/wording.py.
 enum class FailureKind : std::uint32_t {
   kNone = 0,

@@ -112,7 +112,7 @@ void Recorder::end(std::uint64_t number) noexcept {
   Event& event = events_[(number - 1) % kEvents];
   const std::uint64_t now = clock_.now_ns(t_thread.asked);
   // ACQUIRE, so that `event.number` is loaded after `begun_ns`. Between that load and the store of `ended_ns`, another
-  // event may take the slot. Its reader then ignores `ended_ns`, because this end is not later than its beginning.
+  // event may take the slot. Readers then ignore its `ended_ns`, which is not later than the event's beginning.
   const std::uint64_t begun = event.begun_ns.load(std::memory_order_acquire);
   const std::uint64_t ended = now > begun ? now : begun + 1;
   if (event.number.load(std::memory_order_relaxed) == number) event.ended_ns.store(ended, std::memory_order_release);

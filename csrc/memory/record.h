@@ -5,7 +5,7 @@
 //     BoxHeader, one page | Event[kEvents] | texts: records of a 4-byte length and UTF-8 bytes, kTextBytes in all
 // src/phalanx/record/box.py reads this format: a change to it needs the same change there.
 //
-// Readers never take a half-written event for a whole one. A writer marks the slot (kBeingWritten), writes the event,
+// Readers never mistake a half-written event for a whole one. A writer marks the slot (kBeingWritten), writes the event,
 // and publishes the event by a RELEASE store of its number. A reader of a running rank accepts an event only if two
 // reads of it agree. If a thread is suspended while the others fill the whole ring, it finds a newer event in its slot
 // and drops its own event. If it is suspended just before it writes the end of an event, the end may reach the slot of
@@ -120,7 +120,7 @@ extern std::atomic<Recorder*> g_recorder;
 /// known.
 inline thread_local std::uint32_t t_site = 0;
 
-/// Sets the line of this thread's events for as long as the object lives.
+/// Sets the source line that this thread's events show, for as long as the object lives.
 class AtSite {
  public:
   explicit AtSite(std::uint32_t site) noexcept : before_(std::exchange(t_site, site)) {}

@@ -68,8 +68,8 @@ class Mapping {
 std::uint32_t current_node() noexcept;
 
 /// The shared segment. The memfd is sealed against shrinking. Its memory is allocated before use, so a shortage throws
-/// std::bad_alloc and never raises SIGBUS. The memfd has no name, so the kernel frees it with its last descriptor,
-/// however the ranks end.
+/// std::bad_alloc and never raises SIGBUS. The memfd has no name, so the kernel frees it once its last descriptor is
+/// closed, however the ranks end.
 class Segment {
  public:
   /// Create an empty segment with a fresh nonce.
@@ -93,7 +93,7 @@ class Segment {
   /// Tell the other processes that a debugger holds this rank, until let_go() or the end of the process.
   void hold(int rank);
   void let_go();
-  /// True while a debugger holds a rank of another process.
+  /// True while a debugger holds another process's rank.
   bool is_held() const noexcept;
 
  private:

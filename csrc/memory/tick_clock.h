@@ -1,4 +1,4 @@
-// CLOCK_MONOTONIC, computed from the processor's counter. The black box takes two such times for every event.
+// CLOCK_MONOTONIC, computed from the processor's counter. The black box stores two such times for every event.
 //
 // Reading the clock is a large part of the cost of an event: clock_gettime takes 23 ns at best, reading the counter 10
 // ns. The rate of the counter is learned in the first 10 ms. Times are converted to nanoseconds here, so readers of the
@@ -10,9 +10,10 @@
 
 namespace phalanx {
 
-/// Each thread asks the kernel for the time once a millisecond, and counts the processor's ticks in between. So no time
-/// is wrong by more than about a microsecond, even if the learned rate is inexact, the clock is being adjusted or the
-/// machine was suspended. If the kernel does not use the counter itself, every time comes from the kernel.
+/// A clock for many threads. Each thread asks the kernel for the time once a millisecond, and counts the processor's
+/// ticks in between. So no time is wrong by more than about a microsecond, even if the learned rate is inexact, the
+/// clock is being adjusted or the machine was suspended. If the kernel does not use the counter itself, every time
+/// comes from the kernel.
 class TickClock {
  public:
   TickClock() noexcept;

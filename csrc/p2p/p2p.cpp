@@ -13,7 +13,7 @@ namespace {
 using namespace std::chrono_literals;
 /// How long the background thread leaves a new request alone, because its caller may be about to wait for it.
 constexpr auto kLeaveToCaller = 500us;
-/// How often the background thread checks for work while callers wait; the callers make the progress themselves.
+/// How often the background thread checks for work while callers wait and move the messages themselves.
 constexpr auto kCallerWaits = 50ms;
 /// After this many checks without a request, the background thread sleeps until it is woken.
 constexpr int kVainLooks = 100;
@@ -181,7 +181,7 @@ bool PointToPoint::wait_briefly(const std::shared_ptr<Request>& request, Hooks& 
   constexpr auto kTick = 50ms;
   const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
   auto done = [&] { return request->done(); };
-  // The background thread makes the progress, as if no caller waited, and rings the bell.
+  // The background thread moves the message, because this thread is not counted as a waiter, and rings the bell.
   for (auto now = Clock::now(); !done() && now < end; now = Clock::now()) {
     if (!sleep_on(control_.p2p_bell(control_.rank()), std::min<std::chrono::nanoseconds>(end - now, kTick), done)) hooks.tick();
   }

@@ -27,8 +27,8 @@
 //     large CNN               848            825             469     680           476
 //     small GPT               322            222             185     225           176
 //
-// Their peak memory is between 0.95 and 1.05 of ours. None is clearly faster, so none is recommended. If a user
-// preloads one, Phalanx leaves it in place.
+// The peak memory with these libraries is 0.95 to 1.05 of ours. No library is clearly faster, so none is recommended.
+// If a user preloads a library, Phalanx leaves it in place.
 #pragma once
 
 #include <cstddef>

@@ -217,7 +217,7 @@ void bind_group(nb::module_& m) {
 }
 
 void bind_memory(nb::module_& m) {
-  // Only for tests; outside of them, a process uses the pool of start_block_pool(). Blocks are identified by their
+  // Only for tests; outside of tests, a process uses the pool of start_block_pool(). Blocks are identified by their
   // addresses.
   nb::class_<Blocks>(m, "Blocks")
       .def(nb::init<std::size_t, bool>(), nb::arg("reach"), nb::arg("huge_pages"))

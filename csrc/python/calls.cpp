@@ -80,7 +80,8 @@ std::pair<std::size_t, std::size_t> num_blocks(Op op, std::size_t size, bool on_
   }
 }
 
-/// The inputs or the outputs of a call, as blocks: a list has one block in each tensor; a single tensor has all blocks.
+/// The inputs or the outputs of a call, as blocks: each tensor of a list is one block, and a single tensor holds all
+/// blocks.
 class Side {
  public:
   explicit Side(std::pmr::memory_resource* room) : blocks(room), ranges(room), memories_(room) {}
@@ -132,7 +133,7 @@ bool are_apart(Side& ins, Side& outs, std::size_t rank) {
 
 /// Runs a blocking collective of plain tensors. Returns false, and does nothing, if a tensor is not plain, if the
 /// arguments do not match, or if the reduction needs more than a kernel (PREMUL_SUM). The caller then takes the path
-/// with the full checks in Python, which also explain mistakes.
+/// through Python, whose full checks also explain mistakes.
 bool run_plain(Group& g, const Collective& kind, nb::handle inputs, nb::handle outputs, int root, int kernel, int code,
                Timeout timeout) {
   const Op op = kind.op;

@@ -1,10 +1,10 @@
 // The black box as Python sees it, and how the line of a call is found.
 //
-// Every event has a line, so that a rank that is killed while it computes shows the line of its last call. Finding the
-// line means walking up Python's frames. 3 to 6 frames belong to torch and to Phalanx, and each frame becomes a Python
-// object on the way. Two small tables remember recent functions and instructions, so a line costs up to 1 us. Reading
-// the frames in place would cost less, but their layout changes with each version of Python, and a mistake would kill a
-// training run.
+// Every event has a source line, so that a rank that is killed while it computes shows the line of its last call.
+// Finding the line means walking up Python's frames. 3 to 6 frames belong to torch and to Phalanx, and each frame
+// becomes a Python object on the way. Two small tables remember recent functions and instructions, so a line costs up
+// to 1 us. Reading the frames in place would cost less, but their layout changes with each version of Python, and a
+// mistake would kill a training run.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 

@@ -159,8 +159,8 @@ bool is_stored(PyObject* tensor, const void* data, const Items& items) {
 bool read_one(PyObject* tensor, Memories& memories) {
   if (std::find(tensor_types.begin(), tensor_types.end(), Py_TYPE(tensor)) == tensor_types.end()) return false;
   // The layout is checked first, because torch takes milliseconds to report that a sparse tensor has no address. If the
-  // last tensor object at this address was strided, this one almost certainly is, too, and is not checked. If it is not
-  // strided, the only cost is those milliseconds.
+  // last tensor object at this address was strided, this one almost certainly is, too, and is not checked. If that
+  // is wrong, the only cost is those milliseconds.
   PyObject*& known = strided_at[reinterpret_cast<std::uintptr_t>(tensor) / kCacheLine % strided_at.size()];
   if (known != tensor && Reference(PyObject_GetAttr(tensor, layout)).get() != strided_layout) return false;
   known = tensor;
