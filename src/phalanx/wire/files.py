@@ -113,7 +113,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes, *, durable: 
 
 
 def free_pages(fd: int, offset: int, size_bytes: int) -> None:
-    """Free some pages of a file in memory. The file keeps its size, and its mappings read as zeros there.
+    """Free some pages of a file in memory. The file keeps its size, and its mappings show zeros in these pages.
 
     Raises:
         OSError: The pages can't be freed.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import socket
 
 MAX_FDS = 253
-"""Most descriptors that one packet can carry: the kernel's SCM_MAX_FD."""
+"""Largest number of descriptors that one packet can carry: the kernel's SCM_MAX_FD."""
 _MAX_BYTES = 1 << 20
 _INT_BYTES = 4
 
@@ -41,7 +41,7 @@ class PacketSocket:
 
     @staticmethod
     def pair() -> tuple[PacketSocket, socket.socket]:
-        """Return our end, and the other end for a child process."""
+        """Return the two ends of a new connection: ours, and that for a child process."""
         import socket
 
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -72,7 +72,7 @@ class PacketSocket:
         return self._packet_alone(0)
 
     def take(self, flags: int = 0) -> tuple[Any, list[int]]:
-        """Return the next packet and its descriptors; return None if the other end is closed or no packet arrives."""
+        """Return the next packet and its descriptors; None and [] if the other end is closed or no packet arrives."""
         fds: list[int] = []
         try:
             data, rights = self._next(flags) if self.alive else (b"", [])

@@ -54,7 +54,7 @@ def in_common_folder(use: Callable[[str], _T]) -> _T:
     """Return what `use` returns for the first common folder that can be used; create the folder if it does not exist.
 
     Raises:
-        OSError: No common folder can be used; this is the error from the first one.
+        OSError: No common folder can be used; the error is that of the first folder.
     """
     return _in_first_folder(use, common_folders())
 
@@ -137,7 +137,7 @@ def _listen(path: str) -> tuple[str, _socket.socket]:
 
 
 def listen(listener: _socket.socket) -> None:
-    """Accept connections; clients see the process that last called this as their peer (`peer_of`)."""
+    """Accept connections; the peer that clients see (`peer_of`) is the process that called this last."""
     listener.listen(_BACKLOG)
 
 

@@ -4,8 +4,8 @@ Most calls of a store have no deadline: if the process that serves the store is 
 native code. So a separate thread makes the call, and the caller waits for a limited time. If no answer arrives in time,
 the thread keeps waiting and the caller does not.
 
-Waits poll the store. The store's own `wait` can't watch for anything but keys, and in TCPStore, it prints a warning
-whenever it times out. ``python -m bench.joining`` measures what it costs to join a group in this way.
+All waits here poll the store. The store's own `wait` can't watch for anything but keys, and in TCPStore, it prints a
+warning whenever it times out. ``python -m bench.joining`` measures what it costs to join a group in this way.
 """
 
 from __future__ import annotations
