@@ -180,7 +180,7 @@ def caller() -> tuple[str | None, str]:
     """Return the backend passed to ``init_process_group``, and the line of the script with the call.
 
     The backend is None if something other than ``init_process_group`` calls the rendezvous. The line is empty if
-    phalanx.testing makes the call: below it are only frames of pytest or of Python.
+    phalanx.testing makes the call, because its own callers are pytest and Python.
     """
     backend, frame = None, sys._getframe(1)
     while frame.f_back is not None:

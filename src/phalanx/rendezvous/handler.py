@@ -1,6 +1,6 @@
 """The rendezvous of ranks before there is a group: no rank waits silently, or for a rank that can't arrive.
 
-torch's own rendezvous waits inside native code for its timeout, half an hour, and prints nothing. So the plugin
+torch's own rendezvous waits inside native code until its timeout of half an hour, and prints nothing. So the plugin
 registers this handler in front of torch's for ``env://``, ``tcp://`` and ``file://``. It serves ranks of ``phalanx
 run``, `phalanx.spawn` and `phalanx.init` whatever their backend, and any rank that asks for the phalanx backend. torch
 passes a handler neither the backend nor the line of the script, so both are read from the frames of the call. Every
@@ -42,7 +42,7 @@ Rendezvous = tuple[Any, int, int]
 
 
 def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Rendezvous]]) -> Iterator[Rendezvous]:
-    """Meet for ``init_process_group``: in our rendezvous if the call is one that we serve, otherwise in torch's.
+    """Return an iterator over one `Rendezvous`: from our rendezvous if we serve the call, otherwise from torch's.
 
     Args:
         url: URL at which the ranks meet.

@@ -12,9 +12,8 @@ all ranks of the launch have noted this, each learns that none of them is rank 0
 
 A group that is being formed also reads the notes about processes that are known to be its members. The members of the
 world are known from the roll call, those of other groups from the world. For a group that a program makes by hand over
-a store of its own, no member is known before the ranks have said hello. When a
-member has ended, the group looks once more before it raises: just before its end, the member may have said hello, or
-left its own error in the store.
+a store of its own, no member is known before the ranks have said hello. When a member has ended, the group looks once
+more before it raises: just before its end, the member may have said hello, or left its own error in the store.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def note_meeting(store: Any, pids: dict[int, int]) -> None:
 def met_in(store: Any) -> _Processes:
     """Return which processes of this host are known to have met in a store, or in the store that it wraps, by rank.
 
-    Only their pids are known; the rest is 0.
+    Only the pids are known; the start times and pid namespaces are 0.
     """
     while store is not None:
         if store in _meetings:

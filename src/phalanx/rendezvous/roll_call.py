@@ -98,7 +98,7 @@ class RollCall:
         self._beat: dict[str, Any] = {}  # rank 0's last report of missing ranks
         self._num_looks = 0
         self._missing: list[int] = []
-        self._doubts = False  # whether the last look saw a dead rank, which may have written before its end
+        self._doubts = False  # whether the last look saw an end; the next look reads what was written just before
 
     def answer(self) -> str | None:
         """Return the prefix of the group's keys once all ranks have arrived.
@@ -158,7 +158,7 @@ class RollCall:
     # ---- records in the store --------------------------------------------------------------------------------------
 
     def _read(self, key: str, shape: Shape) -> Any:
-        """Return the value of a key; None if there is none, or not of this shape."""
+        """Return the value of a key; None if the key has no value of this shape."""
         with contextlib.suppress(GarbledError):
             return self._store.get(key, shape)
         return None
@@ -196,7 +196,7 @@ class RollCall:
         return self._word()
 
     def _word(self) -> str | None:
-        """Return the prefix that rank 0 has sent to this rank; None: nothing was sent. Raise an error that was sent."""
+        """Return the prefix that was sent to this rank, or None if nothing was sent. If an error was sent, raise it."""
         word = self._read(f"word/{self._mine['token']}", _read_word)
         if word is None:
             return None

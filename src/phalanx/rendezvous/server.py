@@ -232,7 +232,7 @@ def _require_rank_0(asked: Asked, launch: Launch) -> None:
 
 
 def _check_patience(asked: Asked, patience: Patience) -> None:
-    """Raise if a rank of the launch has left, or the time is up."""
+    """Raise if too few ranks of the launch are left for this world, or the time is up."""
     if (left := who_left(asked)) is not None:
         raise RankFailed(f"{asked.name}: {left[0]}", op="join", entry="rank-failed-early", **left[1])
     if patience.left_s <= 0.001:

@@ -86,7 +86,7 @@ class _Training:
         self._first: Callable[[], Any] = lambda: None
 
     def watch(self) -> None:
-        """Wrap `step` of each optimizer class when torch hooks it, when the class makes its first optimizer."""
+        """Wrap `step` of each optimizer class when torch hooks that step: when the class makes its first optimizer."""
         from torch.compiler import is_dynamo_compiling
         from torch.optim import Optimizer
 
