@@ -34,7 +34,7 @@ ANSWER = "phalanx why: "
 FAILED = "operation failed: "
 """Prefix of the note about a collective or message that ended with an error of its group."""
 LOADED = "checkpoint loaded"
-"""Text of a note whose number is the step of the checkpoint that a rank has loaded."""
+"""Text of a note whose `seq` is the step of the checkpoint that a rank has loaded."""
 LOADING = "load checkpoint"
 """Text of the phase in which a rank loads a checkpoint; a note with the text `LOADED` follows the phase."""
 MEMORY = "resident memory"
@@ -228,7 +228,7 @@ class Tail:
         self._texts, self._num_text_bytes = [""], 0
 
     def read(self) -> Box | None:
-        """Return a box with the events that have begun or ended since the last call; None before a rank writes to it.
+        """Return a box with the events that have begun or ended since the last call; None if no rank has written yet.
 
         Raises:
             ValueError: The box can't be read.
@@ -283,7 +283,7 @@ def boxes_in(fd: int) -> Iterator[bytes]:
 
 
 def _at_rest(data: bytes, later: bytes) -> bytes:
-    """Return `later`, a second read of the box `data`, without events that changed since (other than by ending)."""
+    """Return `later`, a second read of the box `data`, without events that changed meanwhile (except by ending)."""
     first, second = memoryview(data), memoryview(later)
     end = min(len(data), len(later), BOX_BYTES - _TEXT_BYTES)
     if first[_PAGE:end] == second[_PAGE:end]:
@@ -409,7 +409,7 @@ class SavedBoxes:
     Attributes:
         boxes: One box of each rank, in rank order.
         paths: Files of the boxes, by rank.
-        problems: Reason why a file can't be used, with its name, by file.
+        problems: Message that names a file and says why it can't be used, by file.
     """
 
     boxes: Sequence[Box] = ()

@@ -8,9 +8,9 @@ another program that takes a core slows several steps in a row. z is chosen so t
 `FALSE_ALARMS` of the decisions names a rank by chance. To find pauses that recur, but only in few steps, the same rule
 is applied to sums of `BLOCK` steps.
 
-**Why.** A rank is compared with the median of the others, because with one slow rank of four, the mean makes the three
-others look fast. Means are trimmed, because step times have heavy tails. In 120 simulated runs of 1,000 steps with
-independent jitter of 3 and 8 %, judged every 50 steps, no rank was named. If the noise of successive steps is
+**Why.** A rank is compared with the median of the others, because with one slow rank of four, the mean would make the
+three others look fast. Means are trimmed, because step times have heavy tails. In 120 simulated runs of 1,000 steps
+with independent jitter of 3 and 8 %, judged every 50 steps, no rank was named. If the noise of successive steps is
 correlated by 0.9, one run in ten names a rank that was slow for some dozens of steps.
 
 **Tried: the lower tenth of the times** instead of the mean, since interruptions only add time. Two ranks with equal

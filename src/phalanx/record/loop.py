@@ -24,7 +24,7 @@ class Loop:
         self._has_averaged = True
 
     def begin_forward(self) -> None:
-        """Record that a forward pass with gradients begins; if gradients were averaged before it, a step begins."""
+        """Record that a forward pass with gradients begins; the first pass after an averaging begins a step."""
         if writer.is_told:
             return
         if self._has_averaged:

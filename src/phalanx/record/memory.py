@@ -2,8 +2,8 @@
 
 Each rank writes a ring of 8,192 events, one cache line each, into 640 KiB of a memfd that ranks open through ``/proc``.
 The supervisor saves the boxes after each attempt. Under torchrun or mpirun, or without a launcher, a rank's box lies in
-a memfd of its own and is gone when the rank ends: no other process holds it, and a file in ``/dev/shm`` or ``/tmp``
-would have to be removed by somebody. A process that may read the rank's ``/proc/PID/fd`` can read its box.
+a memfd of its own and is gone when the rank ends: no other process holds it. (A file in ``/dev/shm`` or ``/tmp`` would
+survive, but somebody would have to remove it.) A process that may read the rank's ``/proc/PID/fd`` can read its box.
 """
 
 from __future__ import annotations
