@@ -5,14 +5,14 @@
 //     BoxHeader, one page | Event[kEvents] | texts: records of a 4-byte length and UTF-8 bytes, kTextBytes in all
 // src/phalanx/record/box.py reads this format: a change to it needs the same change there.
 //
-// Readers never mistake a half-written event for a whole one. A writer marks the slot (kBeingWritten), writes the event,
-// and publishes the event by a RELEASE store of its number. A reader of a running rank accepts an event only if two
-// reads of it agree. If a thread is suspended while the others fill the whole ring, it finds a newer event in its slot
-// and drops its own event. If it is suspended just before it writes the end of an event, the end may reach the slot of
-// a newer event. Such an end is earlier than the beginning of the newer event, and readers ignore it. The mark is set
-// by compare-and-exchange, so that a thread that was suspended just before it sets the mark can't mark a newer event;
-// this costs 0.5 to 1.5 ns of the 21 ns of an event. Texts are only added: their total size is stored with RELEASE
-// after their bytes.
+// Readers never mistake a half-written event for a whole one. A writer marks the slot (kBeingWritten), writes the
+// event, and publishes the event by a RELEASE store of its number. A reader of a running rank accepts an event only if
+// two reads of it agree. If a thread is suspended while the others fill the whole ring, it finds a newer event in its
+// slot and drops its own event. If it is suspended just before it writes the end of an event, the end may reach the
+// slot of a newer event. Such an end is earlier than the beginning of the newer event, and readers ignore it. The mark
+// is set by compare-and-exchange, so that a thread that was suspended just before it sets the mark can't mark a newer
+// event; this costs 0.5 to 1.5 ns of the 21 ns of an event. Texts are only added: their total size is stored with
+// RELEASE after their bytes.
 #pragma once
 
 #include <atomic>
