@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from phalanx import _on_first_use
 
-if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __getattr__ does this
+if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __getattr__ imports the names
     from phalanx.checkpoint.disk.folder import Checkpoint
     from phalanx.checkpoint.disk.retention import list_checkpoints, prune, verify
     from phalanx.checkpoint.loading import Loaded, load

@@ -49,8 +49,8 @@ def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = N
 
     Args:
         op: Name of the operation.
-        problems: Problem of each rank, or an empty string. The error has one line for each problem, or a single line if
-            all ranks have the same.
+        problems: Problem of each rank; empty for a rank without a problem. The error has one line for each problem, or
+            a single line if all ranks have the same problem.
         cause: Exception of this rank; shown only if its traceback says more than its message.
         about: Step and folder as text; the error puts it after the operation's name.
 

@@ -105,7 +105,7 @@ def _find_steps(path: str, step: int | None = None) -> tuple[str, list[int]]:
 
 
 def _find(path: str, step: int | None = None) -> Checkpoint:
-    """Return the checkpoint of `step`; by default the newest, or the one in `path` if that is its folder."""
+    """Return the checkpoint of `step`; by default the newest in `path`, or `path` itself if it is a checkpoint."""
     path, published = _find_steps(path, step)
     if step is None and (under_way := folders.say_under_way(folders.steps_under_way(path))):
         complain(printable(f"phalanx ckpt: {path}: {under_way}: taking step {published[-1]}"))

@@ -106,10 +106,10 @@ def load(
 
     Args:
         folder: Folder of the checkpoints, as passed to `save`, or of a run that has them in ``checkpoints``.
-        state: State of the form that was saved; saved entries that it lacks are left out.
+        state: State of the form that was saved; saved entries that `state` lacks are not loaded.
         step: Step of the checkpoint; "latest" is the newest undamaged one, and a warning names newer damaged ones.
-            "best" is the one on disk with the best metric; whether the smallest or the largest is the best comes from
-            the `keep` that `save` was given, or from a Trainer's monitor.
+            "best" is the checkpoint on disk with the best metric. Whether the smallest or the largest metric is the
+            best was recorded by `save`, from its argument `keep`, or by a Trainer.
         strict: Whether a checkpoint that lacks an entry of `state` is refused.
         missing: Action if there is no checkpoint: "note" prints a line on rank 0 and returns None, "ignore" returns
             None, "error" raises.
@@ -142,7 +142,7 @@ def load_run(folder: str, state: MutableMapping[str, Any], *, strict: bool) -> L
 
     The trainer's entry can thus refuse a checkpoint before anything else is restored.
 
-    Where an error of `load` would advise ``strict=False``, this one names the Trainer's equivalent setting.
+    Where an error of `load` would advise ``strict=False``, the error names the Trainer's equivalent setting instead.
     """
     return _load(folder, state, "latest", strict=strict, missing="ignore", is_of_run=True)
 
@@ -197,7 +197,7 @@ def _load_best(
             continue
         restoring.restore(state)
         if memory().is_kept:
-            drop_gradients(state)  # left by the step in which another rank failed; a new process has none
+            drop_gradients(state)  # those of the step in which another rank failed; a new process has no gradients
         if damage and ranks.rank == 0:
             warn_caller(f"{_joined(damage)}. The checkpoint of step {number} is loaded instead")
         return Loaded(number, source)

@@ -7,14 +7,14 @@
    out like the file. Then `save` returns, having blocked training for about as long as a memcpy.
 3. **Write,** in the background: one thread hashes; another writes past the page cache (O_DIRECT), syncs, and leaves a
    signature, ``rank_00001.safetensors.json``, with size and SHA-256.
-4. **Publish.** Several ranks may find all signatures; the rank that succeeds in renaming the first signature publishes.
-   It writes ``manifest.json``, which holds the signatures and a checksum of its own, syncs, and renames the folder to
-   ``step-00000100``; then it writes ``latest``. If the step was saved before, the two folders are exchanged atomically
-   (RENAME_EXCHANGE). In the background no rank waits for another, so nothing can hang there.
+4. **Publish.** Several ranks may find that all have signed; the rank that succeeds in renaming the first signature
+   publishes. It writes ``manifest.json``, which holds the signatures and a checksum of its own, syncs, and renames the
+   folder to ``step-00000100``; then it writes ``latest``. If the step was saved before, the two folders are exchanged
+   atomically (RENAME_EXCHANGE). In the background no rank waits for another, so nothing can hang there.
 
-If a rank can't write its file, it renames the draft before it removes it, so that no other rank can publish the draft.
-The rank prints a line, and all ranks raise at the next `save` or `wait`. The interpreter exits only once the last save
-is complete. The next job's first save removes the drafts that a killed job has left.
+If a rank can't write its file, it renames the draft and then removes the draft: under the new name, no other rank can
+publish it. The rank prints a line, and all ranks raise at the next `save` or `wait`. The interpreter exits only once
+the last save is complete. The next job's first save removes the drafts that a killed job has left.
 
 **Why SHA-256.** A CRC detects the accidental errors of a disk; SHA-256 also detects a wrong copy, a merge or an edit by
 hand, and ``sha256sum`` and every registry use SHA-256. On processors with instructions for SHA-256, hashing occupies a

@@ -90,7 +90,7 @@ class GlobalBatches:
         return len(self._cuts(self.batch_size))
 
     def __iter__(self) -> Iterator[list[list[int]]]:
-        """Yield this rank's parts of each remaining batch in the epoch, each a list of indices, possibly empty."""
+        """Yield a list for each batch left in the epoch: this rank's parts, each a list of indices, possibly empty."""
         order = self._order()
         for first, size in self._left():
             yield [order[first + part.start : first + part.stop] for part in self._cuts(size)]
@@ -100,7 +100,7 @@ class GlobalBatches:
         self.place += self.batch_size
 
     def sizes(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield the number of samples in each remaining batch: over all ranks, and in each of this rank's parts."""
+        """Yield a pair for each remaining batch: its size over all ranks, and the sizes of this rank's parts of it."""
         for _, size in self._left():
             yield size, [len(part) for part in self._cuts(size)]
 
@@ -165,7 +165,7 @@ class GlobalBatches:
 class GivenBatches(GlobalBatches):
     """Global batches from a batch sampler; `place` counts batches, not samples.
 
-    The default generators are seeded from `seed` and the epoch before the sampler runs. So a sampler yields the same
+    Before the sampler runs, the default generators are seeded from `seed` and the epoch. So a sampler yields the same
     batches again if it draws from the default generators, or from a generator that its ``set_epoch`` seeds.
 
     Args:
@@ -190,7 +190,7 @@ class GivenBatches(GlobalBatches):
         num_parts: int | None = None,
         seed: int = 0,
     ) -> None:
-        size = rank_and_size()[1]  # the parent's batch size is unused here; this value passes its checks
+        size = rank_and_size()[1]  # the parent class's batch size is unused here; this one passes its checks
         super().__init__(length, size, micro_batch_size=micro_batch_size, num_parts=num_parts, seed=seed)
         self._sampler = batch_sampler
         self._of_epoch: tuple[int, list[list[int]]] = 0, self._draw()
@@ -212,7 +212,7 @@ class GivenBatches(GlobalBatches):
         return len(self.batches)
 
     def __iter__(self) -> Iterator[list[list[int]]]:
-        """Yield this rank's parts of each remaining batch in the epoch, each a list of indices, possibly empty."""
+        """Yield a list for each batch left in the epoch: this rank's parts, each a list of indices, possibly empty."""
         for batch in self.batches[self.place :]:
             yield [batch[part.start : part.stop] for part in self._cuts(len(batch))]
 
@@ -221,7 +221,7 @@ class GivenBatches(GlobalBatches):
         self.place += 1
 
     def _left(self) -> Iterator[tuple[int, int]]:
-        """Yield the number and the size of each remaining batch."""
+        """Yield the index in the epoch, and the size, of each remaining batch."""
         for number, batch in enumerate(self.batches[self.place :], start=self.place):
             yield number, len(batch)
 

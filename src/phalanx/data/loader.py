@@ -49,8 +49,8 @@ class DataLoader(torch_data.DataLoader[Any]):
       ``get_worker_info()`` yields every item in every worker. `shard_iterable` divides any stream.
     - `state_dict` and `load_state_dict` resume in the middle of an epoch, on any number of ranks. With the same number
       of ranks, each rank gets the batches that it would have got without the interruption, and, if a `RandomState` is
-      restored too, the same random numbers. Random numbers in workers are not resumed: their augmentation differs in
-      the rest of that epoch.
+      restored too, the same random numbers. Random numbers in workers are not resumed, so augmentation that runs in
+      workers differs in the rest of that epoch.
 
     Args:
         is_own_part: Whether the dataset is already this rank's own part, so that the loader does not divide it again.
@@ -120,7 +120,7 @@ class DataLoader(torch_data.DataLoader[Any]):
         self._has_drawn = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self._remark and torch.is_grad_enabled():  # not in an evaluation, where each rank may take all samples
+        if self._remark and torch.is_grad_enabled():  # in an evaluation, all samples on each rank may be intended
             remark, self._remark = self._remark, ""
             warn_caller(remark)
         # torch draws the workers' seed here, even without workers. In a resumed epoch, the earlier run has already
@@ -199,8 +199,8 @@ def _dividing_sampler(
 def _undivided(dataset: Any, sampler: Any, batch_sampler: Any, num_replicas: int) -> str:
     """Return a warning about a sampler that gives each rank all samples; empty if the sampler may divide them.
 
-    A sampler of a class that is not torch's may divide the data. A sampler that is shorter than the dataset may hold
-    only this rank's indices.
+    A sampler of a class that is not torch's gets no warning, because it may divide the data. Nor does a sampler that is
+    shorter than the dataset, because it may hold only this rank's indices.
     """
     if type(batch_sampler) is torch_data.BatchSampler:
         sampler = batch_sampler.sampler

@@ -56,7 +56,7 @@ class DataPartitioner:
             raise ValueError(f"sizes must be fractions of at least 0 that add up to at most 1, got {list(sizes)}")
         order = list(range(len(data)))
         random.Random(seed).shuffle(order)
-        # Rounding each part's length could lose samples. Rounding the running sums loses none: the next part gets them.
+        # Rounding each part's length could lose samples. Rounding the ends loses none: each part begins where one ends.
         ends = [round(len(order) * math.fsum(sizes[: number + 1])) for number in range(len(sizes))]
         starts = [0, *ends][: len(ends)]
         self.data = data

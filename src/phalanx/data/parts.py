@@ -1,4 +1,4 @@
-"""Compares the ranks' datasets: they may all be the same, or each rank may have its own part."""
+"""Finds out whether all ranks have the same dataset or each rank has its own part."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 The order is torch's: a permutation drawn from seed + epoch and dealt to the ranks in turns. So a script that changes
 one import trains on the same samples. One number, the place in that order, shows how many samples all ranks together
 have taken, so any number of ranks can continue from that place. A rank may have taken its last sample while another
-rank has one more. So only a rank that has asked for another sample and got none knows that the epoch is over. Padding
-repeats samples from the beginning of the epoch's order, even in a resumed run, because an interruption must not change
-the samples.
+rank still has one to take. So a rank knows that the epoch is over only once it has asked for another sample and got
+none. Padding repeats samples from the beginning of the epoch's order, even in a resumed run, because an interruption
+must not change the samples.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
 
     The order of an epoch is a pure function of seed, epoch and the dataset's length. Rank r of W takes the samples at
     positions r, r + W, r + 2 W, ... of that order, whatever W is. If `set_epoch` is not called between two iterations,
-    the second one moves on to the next epoch, so a forgotten `set_epoch` does not repeat an order. Rank 0 then warns
-    once if it shuffles, unless something else keeps track of the epoch: the loader that made this sampler, or a script
-    that saves and loads the sampler's state.
+    the second one moves on to the next epoch, so a forgotten `set_epoch` does not repeat an order. If the sampler
+    shuffles, rank 0 then warns once, unless something else keeps track of the epoch: the loader that made this sampler,
+    or a script that saves and loads the sampler's state.
 
     Args:
         dataset: Dataset with a length.
@@ -122,8 +122,8 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
         if not self._is_running:  # the loader's count belongs to an earlier epoch
             num_taken, is_over = 0, False
         place = self._start + (self._num_taken if num_taken is None else num_taken) * self.num_replicas
-        # A rank may have taken its last sample while another rank has one more. Only a rank that has asked for another
-        # sample and got none knows that the epoch is over.
+        # A rank may have taken its last sample while another rank still has one to take. So a rank knows that the epoch
+        # is over only once it has asked for another sample and got none.
         is_over = (self._is_over if is_over is None else is_over) or (self._is_running and place >= length)
         return {
             "epoch": self.epoch + is_over,

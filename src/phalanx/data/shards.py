@@ -64,8 +64,8 @@ class Shard(IterableDataset[Any]):
         worker = get_worker_info()
         if worker is None or not self._over_workers:
             return islice(iter(self._iterable), self._rank, None, self._num_replicas)
-        # The ranks take turns before each rank's workers do. So the ranks' numbers of items differ by at most one,
-        # however many workers they have.
+        # Worker 0 of each rank takes an item in turn, then worker 1 of each rank, and so on. So the ranks' numbers of
+        # items differ by at most one, however many workers they have.
         first = worker.id * self._num_replicas + self._rank
         return islice(_read_whole(self._iterable), first, None, self._num_replicas * worker.num_workers)
 

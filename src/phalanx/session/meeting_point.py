@@ -4,14 +4,14 @@ torch's ``env://`` reads only RANK and WORLD_SIZE. Phalanx's plugin calls `meet_
 by mpirun and srun work even without `phalanx.init`.
 
 - **mpirun on one host:** ranks meet through a file named after their launcher (pid and start time of the nearest
-  ancestor that is not a rank). A port derived from the job's number might be in use by another program.
+  ancestor that is not a rank). A port derived from the job's number is not used: another program might have it.
 - **mpirun across hosts:** ranks meet at MASTER_ADDR, because mpirun does not say on which host rank 0 is. If mpi4py is
   the bridge, rank 0 broadcasts its address over MPI instead.
-- **Slurm:** the port is derived from the numbers of the job and the step, because the tasks may not share a folder in
-  which to exchange a free port.
-- **Ranks set by hand** exchange their hosts (boot, network namespace) through the store before `phalanx.init` chooses a
-  backend. An earlier version guessed the hosts from MASTER_ADDR: ranks then found different numbers of hosts, and so
-  chose different backends.
+- **Slurm:** the port is derived from the numbers of the job and the step, because the tasks might have no common folder
+  in which to exchange a free port.
+- **Ranks set by hand** tell each other their hosts (boot id, namespaces) through the store before `phalanx.init`
+  chooses a backend. An earlier version guessed the hosts from MASTER_ADDR: ranks then found different numbers of hosts,
+  and so chose different backends.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _num_meetings = 0
 
 
 def find_place(rank: int | None, world_size: int | None) -> Placement:
-    """Return this process's place in the job: from the arguments, or from its launcher, or for a job of one rank."""
+    """Return this process's place in the job: given by the arguments or the launcher, else that of a lone rank."""
     if (rank is None) != (world_size is None):
         raise ValueError("rank and world_size go together: phalanx.init(rank=0, world_size=2), or neither")
     environ = _env.environment()
     if rank is not None:
         given = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
         if any(environ.get(name) != value for name, value in given.items()):
-            # The environment describes another world; only its address still applies.
+            # The environment describes another world; only the address where the ranks meet still applies.
             environ = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ}
         found = detect({**environ, **given})
         assert found is not None
@@ -193,11 +193,12 @@ def meet_under_scheduler() -> tuple[Any, int, int] | None:
 def _launcher_of(rank_variable: str) -> str:
     """Return a name that identifies the process that started the ranks of this host.
 
-    That process is the nearest ancestor without a rank: a rank may run under a shell or another wrapper.
+    That process is the nearest ancestor whose environment has no rank. The parent has one if it is a wrapper, such as a
+    shell, that the launcher started for this rank.
     """
     pid = os.getpid()
     while True:
         parent = int(stat_fields(pid)[4])
-        pid = parent or pid  # a rank without a parent is the first process of its container
+        pid = parent or pid  # a process without a parent is the first of its container
         if rank_variable not in environment_of(pid) or not parent:  # another user's environment is read as empty
             return f"{pid}-{stat_fields(pid)[22]}"

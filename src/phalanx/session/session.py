@@ -3,8 +3,9 @@
 A process has at most one session, `_current`. `init` finds the place (see `meeting_point`), waits until the ranks have
 met, chooses backend and device, and makes the default group; if the script has already made that group, `init` adopts
 it. `shutdown`, the end of the outermost ``with`` block, or the script's own `destroy_process_group` ends the session; a
-group that the script made is not destroyed. `survival` calls `init_again` after another rank has failed: the existing
-`Session` object then describes the new place. The methods for hand-written loops only call functions of `loop`.
+group that the script made is not destroyed. A Trainer that outlives another rank's failure calls `init_again`: the
+existing `Session` object then describes the new place. The methods for hand-written loops only call functions of
+`loop`.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class Session:
         """Return torch's ``GradScaler`` for this device; it scales only if `precision` is "fp16".
 
         Raises:
-            ValueError: `autocast` does not know `precision`.
+            ValueError: `precision` is not one that `autocast` accepts.
         """
         return torch.amp.GradScaler(self.device.type, enabled=checked_precision("grad_scaler", precision) == "fp16")
 
@@ -278,7 +279,7 @@ def made() -> Made | None:
 
 
 def use_of_group() -> tuple[int, bool] | None:
-    """Return the default group's number of collectives, and whether it has sent messages; None if it does not count."""
+    """Return the default group's number of collectives and whether it has sent messages; None if it keeps no count."""
     group: Any = dist.group.WORLD
     return (group.num_collectives, group.has_messages) if hasattr(group, "num_collectives") else None
 
@@ -317,7 +318,7 @@ def _adopt_group(device: str | torch.device | None) -> Session:
     """Return the session of a process group that the script created."""
     place = find_place(dist.get_rank(), dist.get_world_size())
     if not place.knows_hosts:
-        # The default store may still hold the values that an earlier group wrote.
+        # `life_store` comes first: the default store may still hold the values that an earlier group wrote.
         store = getattr(dist.group.WORLD, "life_store", None) or _torch.get_default_store()
         place = place_by_hosts(place, store)
     backend = str(dist.get_backend_config())

@@ -12,8 +12,8 @@
   script's first group. Processes are not kept if there was a group before the function was called, or if this is the
   script's second such call: the new process would then have to skip everything that the other ranks had done together
   before, and would need a log of it.
-- **Without peers.** In a world of one rank, no collective can raise. Such a rank checks whether the launcher has asked
-  it to stop wherever it would otherwise meet other ranks: at a Trainer's step or at a snapshot
+- **Without peers.** In a world of one rank, no collective can raise. So wherever such a rank would otherwise meet other
+  ranks, at a Trainer's step or at a snapshot, it checks whether the launcher has told it to stop
   (`wire.rank_group.call_when_solo`).
 
 **Alternatives.** torchft's Manager keeps processes, too: it reconfigures its groups at each step's quorum, and skips a
@@ -65,7 +65,7 @@ class _ToldToStop(RuntimeError):
 
 
 class PlannedRestart(SystemExit):
-    """Ends a rank after a snapshot, so that a different number of ranks can start. Its process is kept if possible."""
+    """Ends a rank after a snapshot, so that a different number of ranks can start; the process is kept if possible."""
 
     def __init__(self) -> None:
         note_end_for_restart()
@@ -75,13 +75,14 @@ class PlannedRestart(SystemExit):
 class Survivor:
     """A context in which this process can outlive the failure of another rank, if ``phalanx run`` keeps processes.
 
-    A failure reaches this rank as an exception from its next collective. If the launcher tells this rank to stop first,
-    a thread aborts all groups, which also makes the collective raise. In a world of one rank, no collective can fail:
-    the rank checks at each step of a Trainer and at each snapshot whether it has been told to stop (`call_when_solo`).
+    A failure reaches this rank as an exception from its next collective. If the launcher's order to stop arrives
+    earlier, a thread aborts all groups, which also makes the collective raise. In a world of one rank, no collective
+    can fail: the rank checks at each step of a Trainer and at each snapshot whether it has been told to stop
+    (`call_when_solo`).
 
     Args:
-        why_not: Function that returns why this process can't continue after another rank has failed; it returns "" if
-            it can.
+        why_not: Function that returns why this process can't continue after another rank has failed; "" if the process
+            can continue.
         let_go: Function called before the groups are destroyed, to drop the objects that belong to them.
     """
 
@@ -189,7 +190,7 @@ class Survivor:
             one.__traceback__ = None
         leave_session(error)
         last_words.forget_rank()
-        gc.collect()  # the hooks of a wrapper are removed with it
+        gc.collect()  # collecting a wrapper removes its hooks
         writer.stop()
 
     def _rejoin(self) -> None:

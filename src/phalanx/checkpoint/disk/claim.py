@@ -12,7 +12,7 @@ hosts.
   decides between claims of one epoch, because not every file system locks across hosts. ``PHALANX_EPOCH`` holds the job
   and the attempt of a rank: a newer attempt of the same job takes the folder at once, an older attempt never takes it.
 - **The lock of a process that died on this kernel is free at once**, so a job that starts again on the same host does
-  not wait. A note that another host has not closed counts as abandoned after 4 s without a renewal. A renewal changes a
+  not wait. The note of a holder on another host counts as abandoned after 4 s without a renewal. A renewal changes a
   counter, and the reader measures the time between changes with its own monotonic clock: no wall clocks are compared.
 - **Publishing** checks the epoch last, just before the rename. After a process has taken a folder, and before it saves,
   it renames all drafts in that folder. So a rank that was suspended between its check and its rename finds no draft to
@@ -238,7 +238,7 @@ class Claim:
         if not is_locked and not self.problem:
             return False
         if not note.is_open or (is_locked and note.boot in ("", _boot())):
-            return True  # released, or left by an ended process of this host: a live one has the lock
+            return True  # released, or left by an ended process of this host: a live process would have the lock
         return self._is_silent(note)
 
     def _is_silent(self, note: Note) -> bool:
@@ -249,7 +249,7 @@ class Claim:
         return wait_until(has_changed, ends_s, least_s=_LOOK_EVERY_S, most_s=_LOOK_EVERY_S) is None
 
     def _claim_next(self, note: Note) -> bool:
-        """Claim the next epoch; return whether no other process did."""
+        """Claim the next epoch; return False if another process was faster."""
         newest = max(_claims(self._folder), default=0)
         if newest > note.epoch and not self._is_silent(note):
             return False
@@ -293,7 +293,8 @@ class Claim:
         """Overwrite the note."""
         self._note, self._renewed_s = note, time.monotonic()
         text = json.dumps(dataclasses.asdict(note)).encode()[: _NOTE_BYTES - 1]
-        # A network file system shows a file to other hosts once it is closed. On a full disk, the lock still holds.
+        # Opened and closed each time, because a network file system shows other hosts a change only once the file is
+        # closed. If the disk is full, the lock still holds.
         with contextlib.suppress(OSError), open_regular(self._path, os.O_RDWR) as file:
             file.write(text.ljust(_NOTE_BYTES - 1) + b"\n")
 
@@ -334,7 +335,7 @@ def other_side(folder: str, holder: Note, prefix: str = "") -> OtherSide:
 
 
 def is_other_side(holder: Note) -> bool:
-    """Return whether a folder's holder is another side of this job: its attempt, or a job with its rendezvous."""
+    """Return whether a folder's holder is another side of this job: an attempt of it, or a job with its rendezvous."""
     ours = claimant()
     return bool(ours.job) and (holder.job == ours.job or (ours.name != "" and holder.name == ours.name))
 

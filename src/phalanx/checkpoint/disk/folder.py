@@ -4,7 +4,7 @@ step-00000100/rank_00000.safetensors ...   what each rank saved
 step-00000100/manifest.json                sizes and hashes of these files, written last
 latest                                     the name of the newest checkpoint
 .step-00000200-1f9c.part/                  a draft: being written, or left behind by a killed job
-.step-00000200-1f9c.part/writing           locked by each rank that is writing; nobody writes a draft without locks
+.step-00000200-1f9c.part/writing           locked by each rank that is writing; no locks: nobody is writing the draft
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def say_missing(folder: str) -> str:
 def steps_under_way(folder: str) -> list[int]:
     """Return the steps whose checkpoints some process, on any host, is writing to `folder`, smallest first.
 
-    If the folder has no checkpoints, its subfolder ``checkpoints`` is searched, too: it may be a run's folder.
+    If the folder has no checkpoints, its subfolder ``checkpoints`` is searched, too, because a run's folder has one.
     """
     found = set()
     for path in [folder] if steps(folder) else [folder, os.path.join(folder, "checkpoints")]:
@@ -318,7 +318,7 @@ class Draft:
         return True
 
     def is_under_way(self, *, is_young: bool) -> bool:
-        """Return whether a rank is still writing or publishing; in a young draft, also whether one has yet to begin."""
+        """Return whether a rank is still writing or publishing, or, if the draft is young, has yet to begin."""
         if not os.path.isdir(self.path):  # it was published or abandoned
             return False
         names = map(file_of, range(self.world_size))
@@ -346,7 +346,7 @@ def make(folder: str) -> None:
     """Create the folder of the checkpoints if it does not exist.
 
     Raises:
-        OSError: It can't be created.
+        OSError: The folder can't be created.
     """
     try:
         os.makedirs(folder, exist_ok=True)
@@ -365,7 +365,7 @@ def begin(
     """Create a draft for the ranks to write to.
 
     Raises:
-        OSError: It can't be created.
+        OSError: The draft can't be created.
     """
     path = _hidden_path(folder, step)
     os.mkdir(path)
@@ -420,7 +420,7 @@ def _write_past_cache(path: str, image: memoryview) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        with contextlib.suppress(FileNotFoundError):  # some file systems create it before they fail
+        with contextlib.suppress(FileNotFoundError):  # some file systems create the file before they fail
             os.unlink(path)
         fd = os.open(path, flags, 0o666)
     try:

@@ -41,7 +41,7 @@ class Retention:
         return False if self.best_is_least is None and self.keep_best is not None else self.best_is_least
 
     def apply(self, folder: str | os.PathLike[str]) -> list[int]:
-        """Remove the checkpoints that do not stay, and return their steps. Saves in the background are not awaited."""
+        """Remove the checkpoints that no rule keeps, and return their steps. Does not wait for saves in progress."""
         found = _published(folder)
         kept = {checkpoint.step for checkpoint in found[-self.keep_last :]}
         if self.keep_every is not None:

@@ -1,11 +1,12 @@
 """Fetches, over the ranks' group, the images or parts of images that a host's ranks need and only other hosts have.
 
-If all ranks have the same state, each host gets complete images, broadcast in pieces of 16 MiB. If each host has a part
-of the state, it first gets the headers. From these, each rank finds the ranges of bytes that it will read, in whole
-pages (`restoring.survey` does all that `restore` does, except reading and assigning). A range that most hosts need is
-broadcast; any other goes from rank to rank. If only parts of an image are fetched, they lie in its usual region, with
-holes between them, and the image is marked as complete only once all of it has arrived. So an image with holes is used
-only by the ranks that are loading it now, and the next load fetches it anew.
+If all ranks have the same state, each host gets complete images, broadcast in pieces of 16 MiB. If each host has only a
+part of the state, it first gets the headers of the images that it lacks. From these headers, each rank finds the ranges
+of bytes that it will read, in whole pages (`restoring.survey` does all that `restore` does, except reading and
+assigning). A range that most hosts need is broadcast; any other range is sent from rank to rank. If only parts of an
+image are fetched, they lie in its usual region, with holes between them, and the image is marked as complete only once
+all of it has arrived. So an image with holes is used only by the ranks that are loading it now, and the next load
+fetches it anew.
 
 The first version sent complete images to all hosts. If one rank of three fails, that sends 26 MB in all instead of 0.4
 MB (see the page on checkpoints in docs/en/how_it_works). Each host also needed memory for the state of the whole job,
@@ -67,7 +68,7 @@ class Fetch:
         self._fd, self._choice, self._ranks = fd, choice, ranks
         self._host, self._is_first_here, self._problem = host, is_first_here, problem
         self.num_bytes: int = 0
-        self._filled: dict[int, Ranges] = {}  # arrived ranges of each image that this rank writes, by its number
+        self._filled: dict[int, Ranges] = {}  # arrived ranges of each image that this rank writes, by image
         self._lacking = choice.lacking[ranks.rank]
         given = [number for number, giver in choice.givers.items() if giver == ranks.rank]
         self._here = find(fd, choice, choice.world_sizes[ranks.rank]) if given else {}
@@ -85,7 +86,7 @@ class Fetch:
         return _LENGTH_BYTES + int.from_bytes(length, "little")
 
     def begin(self) -> dict[int, Region]:
-        """Get the images that this host lacks, or their headers; return their regions, by number.
+        """Get the images that this host lacks, or only their headers if `has_holes`; return the regions by image.
 
         Raises:
             OSError, ValueError: Some host has no memory for what it lacks.
@@ -137,7 +138,7 @@ class Fetch:
                     length = min(_PIECE_BYTES, end - at, self._heads[number].size_bytes - at)
                     try:
                         self._move(number, at, length, to, is_for_most=2 * len(hosts) > len(writers))
-                    except OSError as error:  # goes through all transfers, because the other ranks wait in them
+                    except OSError as error:  # raised after the other transfers, in which ranks wait for this one
                         failed = error
         for number, ranges in mine.items() if self._is_first_here and failed is None else ():
             self._note(number, ranges)

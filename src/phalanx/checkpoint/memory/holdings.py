@@ -41,7 +41,7 @@ class Choice:
     """The snapshot to load, the same on every rank.
 
     Attributes:
-        world_sizes: Number of images of the snapshot that each rank reads, by rank.
+        world_sizes: Number of images that make up the snapshot on each rank's host, by rank.
         givers: Rank that sends an image over the network, by the image's number.
         lacking: Images that each rank's host receives, by rank.
     """
@@ -55,7 +55,7 @@ class Choice:
 
 
 def newest_of(by_rank: Sequence[Sequence[Holding]], folder: bytes) -> Choice | None:
-    """Return the newest snapshot of a folder of which each image is on some host; None if there is none.
+    """Return a folder's newest snapshot if each of its images is on some host, else an older one, or None.
 
     A host that holds all images reads only its own, because these have the values of its ranks.
 
@@ -74,7 +74,7 @@ def newest_of(by_rank: Sequence[Sequence[Holding]], folder: bytes) -> Choice | N
                 continue
             every = frozenset(range(size))
             lacking = [frozenset() if own else every - has for own, has in zip(complete, images, strict=True)]
-            if any(complete):  # take all from one such host: each host's images have the values of its own ranks
+            if any(complete):  # only one host sends images, because each host's images have its own ranks' values
                 first = next(rank for rank, own in enumerate(complete) if own)
                 images = [has if rank == first else frozenset() for rank, has in enumerate(images)]
             givers = {

@@ -29,7 +29,7 @@ loaded."""
 FETCHED_SLOT = 2
 _HEAD = struct.Struct("<8sQQQQQ16sQQ")
 _PLAN = struct.Struct("<Q")
-MOST_OF_OTHERS = 1 << 22  # most images of other hosts, or of this one: all regions end before _PLAN_OFFSET
+MOST_OF_OTHERS = 1 << 22  # most images of other hosts, and most of this host: all regions end before _PLAN_OFFSET
 _OF_OTHERS = NUM_SLOTS * REGION_BYTES * MOST_OF_OTHERS  # where images of other hosts begin
 _PLAN_OFFSET = 1 << 62  # where the records begin, after all regions
 _BAN_OFFSET = _PLAN_OFFSET + 4096
@@ -165,7 +165,7 @@ def common_heads(fd: int) -> list[Head]:
 
 
 class Copy(NamedTuple):
-    """The snapshot to copy to other hosts once it is complete, and the safe one to keep meanwhile.
+    """The snapshot to copy to other hosts once it is complete, and the safe snapshot to keep meanwhile.
 
     Attributes:
         safe_attempt: Attempt of the newest snapshot that all hosts have copied, or that the ranks have loaded.

@@ -3,8 +3,8 @@
 One snapshot is always complete on all hosts, so that any host may be lost at any moment:
 
 - A snapshot is **safe** once all hosts have copied their parts of it. It is kept until the next one is safe. The ranks
-  learn this from the collective that a snapshot needs anyway, in which each rank reports whether its host is still
-  copying.
+  learn that a snapshot is safe from the collective that the next snapshot needs anyway, in which each rank reports
+  whether its host is still copying.
 - Another snapshot is being **copied**. It is not overwritten, either here or on the hosts that receive the copies.
 - Meanwhile, newer snapshots are written to a third region. They help if ranks fail, but not if a host is lost. If the
   ranks load such a newer snapshot, which may exist only where it was taken, they also keep the safe snapshot until a
@@ -16,7 +16,7 @@ this. If every host has the whole state, nothing is copied, and each snapshot is
 **Three regions, not two.** With two, a slow copy would leave a choice between overwriting the safe snapshot, which is
 needed if a host is lost, and taking no snapshot until the copy is done, although ranks fail more often than hosts. The
 third region is allocated the first time a copy is late. If there is no memory for that region, no snapshots are taken
-until the copy is done; the next one then overwrites the formerly safe one.
+until the copy is done. The copied snapshot is then the safe one, and the next snapshot overwrites the previous one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Slots:
         """Return the number of the region for a snapshot; -1 if no region is free until the copy in progress has ended.
 
         Args:
-            is_to_be_copied: Whether other hosts are to have copies of it.
+            is_to_be_copied: Whether other hosts are to have copies of the snapshot.
             is_busy: Whether any host has not yet copied the snapshot that is being copied.
         """
         if self._copying is not None and not is_busy:

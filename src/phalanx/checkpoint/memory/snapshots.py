@@ -56,7 +56,7 @@ from phalanx.record import writer
 from phalanx.wire.rank_group import RankGroup
 
 _SLACK_BYTES = 64 * 1024  # added to an image's size, because headers grow a little
-_NO_SLOT = 2  # sent by a rank without a region; a rank with one sends 1 if it is too short, else 0
+_NO_SLOT = 2  # sent by a rank without a region; other ranks send 1 if their region is too short, else 0
 _IS_WHOLE = slice(8, 16)  # the mark in a head: written in one store, so that an incomplete image never has it
 
 
@@ -65,8 +65,8 @@ class SnapshotMemory:
 
     Attributes:
         size_bytes: Size of all snapshots of this rank, once there is one.
-        is_urgent: Whether a snapshot should be taken soon, because a host lacked its part of the last one; the same on
-            every rank.
+        is_urgent: Whether a snapshot should be taken soon, because a host had to fetch parts of the snapshot that was
+            loaded; the same on every rank.
         fetched_bytes: Bytes that other hosts have sent to this one, through this rank, for the last load.
         asked: Folders from which this rank has loaded, or has tried to.
         spans_hosts: Whether the ranks are on several hosts.
@@ -285,7 +285,10 @@ class SnapshotMemory:
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def holdings(self) -> list[Holding]:
-        """Return the complete images on this host; if each host takes whole snapshots, only those that are whole."""
+        """Return this host's images, by snapshot.
+
+        A snapshot of which each host should have all images is left out if one is missing here.
+        """
         numbers: dict[tuple[int, int, bytes, int], set[int]] = {}
         parted = set()
         for region in layout.whole_regions(self._fd) if self._fd >= 0 else ():
@@ -382,7 +385,7 @@ class SnapshotMemory:
         self.fetched_bytes = fetch.num_bytes
 
     def _own_place(self, ranks: RankGroup) -> tuple[int, int]:
-        """Return this rank's number in the set of ranks that keep the whole state between them, and the set's size."""
+        """Return this rank's number in the set of ranks that together keep the whole state, and the set's size."""
         return self._place if self.spans_hosts else (ranks.rank, ranks.world_size)
 
     def close(self) -> None:
@@ -421,8 +424,9 @@ def renew() -> None:
 def snapshot(folder: str | os.PathLike[str], state: Mapping[str, Any], step: int) -> str:
     """Keep `state` in memory that outlives this rank. Every rank calls it, after the same step.
 
-    When ``phalanx run`` restarts the ranks, `load` finds the snapshot. Two snapshots of each rank are kept. Together
-    they take at most a quarter of the memory that the host has and the cgroups allow, and at most half of what is free.
+    When ``phalanx run`` restarts the ranks, `load` finds the snapshot. Two snapshots of each rank are kept, or three if
+    copying to other hosts is slow. Together they take at most a quarter of the memory that the host has and the cgroups
+    allow, and at most half of what is free.
 
     Args:
         folder: Folder of the checkpoints, as passed to `save`.

@@ -1,7 +1,7 @@
 """The layout of a version in its block: a head, the tensors, and a manifest that gives the place of each tensor.
 
-Tensors are contiguous, and each begins at a multiple of 64 bytes. Because the manifest comes after them, their places
-depend only on their shapes and dtypes: plain values may change between versions while tensors stay where they are.
+Tensors are contiguous, and each begins at a multiple of 64 bytes. Because the manifest comes after the tensors, their
+places depend only on their shapes and dtypes: if only plain values change between versions, no tensor moves.
 Tensors that share the same memory, such as tied weights, have one place. The version number in the head is invalidated
 before anything is overwritten, and written last. The lock of the block (`phalanx.host.shared_blocks.Block.hold`)
 decides who may read and who may write, and orders their accesses to the memory.
@@ -182,8 +182,8 @@ def read_over(memory: Any, other: Any) -> Any:
 
 
 def _read(memory: Any, begin: int, size: int, tensors: Any) -> Any:
-    """Return the state of a manifest, with its tensors in the memory `tensors`."""
-    # `understand` would refuse numbers beyond 64 bits. A state may have larger ones, which `pack` limits.
+    """Return the state that a manifest describes; its tensors are views of the buffer `tensors`."""
+    # Not `understand`, which would refuse numbers beyond 64 bits: a state may have larger ones, up to `pack`'s limit.
     manifest = read_value(json.loads(memory[begin : begin + size]), _Manifest)
     with torch.inference_mode(False):  # otherwise autograd could never record these tensors
         return unpack(manifest.tree, lambda node, _: _read_tensor(tensors, manifest.places, node))

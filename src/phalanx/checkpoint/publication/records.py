@@ -1,14 +1,14 @@
 """How readers find the publisher of a name: a small file in a folder that only their user can enter.
 
 `Record` is the file's content. Each version replaces the file by a rename, so readers always see a whole file, and no
-process has to serve it. Readers check the record: the publisher counts as alive only if its process still has that
-block of memory open under the recorded descriptor. So a killed publisher, a pid that now belongs to another process,
-and a forked child do not count. The file stays when its publisher ends, because the next publisher continues from the
-version in it.
+process has to serve it. Readers check the record: the publisher counts as alive only if its process still has the
+recorded block of memory open under the recorded descriptor. So a killed publisher, a pid that now belongs to another
+process, and a forked child do not count. The file stays when its publisher ends, because the next publisher continues
+from the version in it.
 
 The folder depends on no environment variable, so a trainer started from a login shell and an evaluator started by cron
-find the same one. It lies in memory if possible: on a disk, a rename may have to wait while a checkpoint is written. An
-abstract socket would leave no file, but any user could claim its name first.
+find the same folder. It lies in memory if possible: on a disk, a rename may have to wait while a checkpoint is written.
+An abstract socket would leave no file, but any user could claim its name first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Record:
 
     Attributes:
         pid: Id of the process that publishes.
-        token: Random text that tells this publication from all others.
+        token: Random text that distinguishes this publication from all others.
         version: Newest version.
         fd: Descriptor of the block with that version, in that process.
         inode: Inode of the block.

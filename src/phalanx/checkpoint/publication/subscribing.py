@@ -41,7 +41,7 @@ class Published:
     """A version of what another process publishes.
 
     Attributes:
-        version: Number of the version; larger than every earlier version's, even if another publisher made that.
+        version: Number of the version; larger than every earlier version's, whichever publisher made the earlier one.
         state: State as it was published. Its tensors are views of memory that other processes read, too: only read
             them, or ``clone()`` them. If this process writes into one, no other process sees the change.
 
@@ -170,7 +170,7 @@ class Subscription:
 
     def _look(self, known: int) -> Published | None:
         record = records.find(self.name)
-        is_other = record is not None and self._last_token not in ("", record.token)  # which may count from 1 again
+        is_other = record is not None and self._last_token not in ("", record.token)  # another may count from 1 again
         if record is None or (record.version <= known and not is_other):
             return None
         return self._get(record)

@@ -6,8 +6,8 @@
 - Buffers of modules, NumPy arrays, tensors below 64 KiB and plain values are saved by every rank, because they may
   differ (batch norm, random numbers, positions in the data). If a different number of ranks loads the checkpoint, all
   of them get rank 0's values.
-- If the ranks' names, shapes or bits differ (a hand-written pipeline or experts), each rank saves its own tensors, and
-  only the same number of ranks can load the checkpoint.
+- If names, shapes or bits of tensors differ between ranks (in a hand-written pipeline, or with experts), each rank
+  saves its own tensors, and only the same number of ranks can load the checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in the whole
 
 
 def _can_be_divided(leaf: Leaf) -> bool:
-    """Return whether the ranks divide this tensor among them if it is the same on all of them."""
+    """Return whether the ranks divide this tensor among themselves, provided that it is the same on all ranks."""
     return not leaf.is_local and not is_dtensor(leaf.tensor) and _size(leaf.tensor) >= _SMALL_BYTES
 
 

@@ -64,7 +64,7 @@ def refuse_no_mapping(call: str, state: object, more: str = "") -> None:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module without wrappers: DistributedDataParallel, DataParallel and torch.compile's.
+    """Return the module without the wrappers of DistributedDataParallel, DataParallel and torch.compile.
 
     Args:
         module: Module that may be wrapped.

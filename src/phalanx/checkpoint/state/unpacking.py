@@ -190,7 +190,7 @@ def pairs_of(node: Json) -> list[tuple[Any, Json]]:
     """Return the keys and nodes in a mapping's node.
 
     Raises:
-        ValueError: It is not a mapping's node.
+        ValueError: `node` is not a mapping's node.
     """
     for kind in KINDS_OF_MAPPINGS:
         if isinstance(node, dict) and kind in node:
