@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from phalanx import _on_first_use
 
-if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __getattr__ does this
+if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __getattr__ imports the names
     from phalanx.train.report.metrics import read_metrics, write_csv
     from phalanx.train.report.report import write_report
     from phalanx.train.settings import Settings

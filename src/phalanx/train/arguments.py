@@ -272,10 +272,10 @@ def _check_function_of_length(function: Any) -> None:
 
 
 def _check_partial_schedule(function: functools.partial[Any], kind: type) -> None:
-    """Refuse a partial schedule class that would receive the number of steps as another argument.
+    """Refuse a ``functools.partial`` of a schedule class that would take the number of steps for something else.
 
     Raises:
-        TypeError: The number of steps would go to another argument.
+        TypeError: The number of steps would be passed as an argument that has another meaning.
         ValueError: The class is ReduceLROnPlateau.
     """
     if issubclass(kind, lr_scheduler.ReduceLROnPlateau):

@@ -98,7 +98,7 @@ class Settings:
         precision: Precision of the forward pass and the loss, through torch.autocast: "fp32", "bf16" or "fp16" (with a
             gradient scaler).
         channels_last: Whether weights and images of four dimensions use torch.channels_last, which makes most
-            convolutions on a CPU faster. Checkpoints are the same.
+            convolutions on a CPU faster. Checkpoints are the same either way.
         divide_optimizer: Whether the ranks divide the optimizer's step, so that each rank steps a part of the
             parameters and receives the other parts: "auto" divides if the first steps show that this is faster, but not
             with callbacks, because they may change the optimizer's state; "always" divides whenever possible; "never"
@@ -173,7 +173,7 @@ class Settings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], known: Collection[str]) -> Settings:
-        """Return the settings in these arguments of `Trainer`.
+        """Return `Settings` made of keyword arguments of `Trainer`.
 
         Args:
             given: Settings by name.
@@ -275,10 +275,10 @@ class SignatureWithSettings:
 
 
 def mode_of(name: str) -> Literal["min", "max"] | None:
-    """Return whether a lower or a higher value of that name is better, such as ``val_mae`` or ``top1_acc``.
+    """Return "min" or "max" if a value's name, such as ``val_mae`` or ``top1_acc``, shows which value is better.
 
-    The last word with a known direction decides, as in ``dice_loss``. None: there is no such word, or another word may
-    reverse the meaning.
+    The last word with a known direction decides, as in ``dice_loss``. Return None if there is no such word, or if
+    another word may reverse the meaning.
     """
     words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
     known = [_MODES[word] for word in words if word in _MODES]

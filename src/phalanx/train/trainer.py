@@ -296,7 +296,7 @@ class Trainer:
         """
         if self._attempt is None or not self._attempt.is_training:
             raise RuntimeError("Trainer.stop: fit() is not running; call it in a callback or in the training step")
-        self._attempt.consensus.wants_stop = not rank_trial.is_on()  # a trial ends once it has been measured
+        self._attempt.consensus.wants_stop = not rank_trial.is_on()  # ignored in a trial, which must be measured
 
     @property
     def _in_group(self) -> _Attempt:
@@ -329,8 +329,8 @@ class Trainer:
             data: Map-style dataset, of which each sample counts once, whatever the number of ranks; or a loader. If all
                 ranks have the same loader, they take turns at its batches. With a loader that divides its data, a
                 loader of this rank's own ``Subset``, a stream or a list of batches, each rank counts what it gets, so a
-                repeated sample counts twice. A dataset's batch counts as many samples as were requested for it; if a
-                `collate_fn` drops samples, those that remain, provided that all tensors have the same, smaller first
+                repeated sample counts twice. A dataset's batch counts as many samples as were requested for it. If a
+                `collate_fn` drops samples, only the rest counts, provided that all tensors have the same, smaller first
                 dimension.
 
         Raises:
@@ -638,7 +638,7 @@ class _Attempt:
         if is_best or is_last or (s.save_every is None and self._saver.is_due(trainer.step)):
             self._save()
         self._saver.say_left_out(trainer.step)
-        self.consensus.agree(trainer.step)  # because all this has taken time, and the epoch may have had few steps
+        self.consensus.agree(trainer.step)  # a signal may have arrived by now, and short epochs have no agreement
 
     # ---- what is kept, and the end -----------------------------------------------------------------------------------
 

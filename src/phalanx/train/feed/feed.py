@@ -78,7 +78,7 @@ def is_dataset(data: Any) -> bool:
 
 
 def filler(dataset: Any, keys: Any, num_workers: int, **options: Any) -> Any:
-    """Return a batch with which a rank takes part when it has no batches left.
+    """Return a batch with which a rank that has no batches left takes part in a step.
 
     The batch is always the same, so it does not depend on where a run was stopped. If worker processes load the
     dataset, a worker process loads this batch, too. Many datasets open a file at the first sample. If this process

@@ -60,7 +60,7 @@ class LoaderFeed:
         self._last: Any = None
         self._order = torch.Generator()
         drawing: Any
-        for drawing in (loader, *_samplers(loader)):  # makes them draw from the feed's generator, seeded by the epoch
+        for drawing in (loader, *_samplers(loader)):  # let all of these draw from the feed's generator
             if getattr(drawing, "generator", 0) is None:
                 drawing.generator = self._order
 

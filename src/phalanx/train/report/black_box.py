@@ -28,7 +28,7 @@ Span = tuple[float, float]
 
 
 def boxes_of(folder: Path, logs: Iterable[str], trained: Span) -> SavedBoxes:
-    """Return the boxes of the attempt that trained during `trained`; empty if none can be read.
+    """Return the boxes of the attempt that ran in the span `trained`; empty if none can be read.
 
     Args:
         folder: Folder of the run's report.
@@ -88,7 +88,7 @@ def out_of_reach(folder: Path, logs: Iterable[tuple[str, str]]) -> list[str]:
 def was_planned(folder: Path, before: str, after: str, between: Span) -> bool:
     """Return whether an attempt ended in a planned restart.
 
-    It did if the next attempt belongs to the same launch, and the launch has recorded no loss in between.
+    The restart was planned if the next attempt belongs to the same launch, which has recorded no loss in between.
 
     Args:
         before: Folder of the logs of the attempt's launch, relative to `folder`; empty: unknown.

@@ -114,7 +114,7 @@ class Loggers:
 
     @property
     def can_open_again(self) -> bool:
-        """Whether all loggers are named; an object of the script may be unusable once closed."""
+        """Whether all loggers were given by name; a logger object of the script may be unusable once closed."""
         return all(isinstance(one, str) for one in self._given)
 
     def open(self, run: Run, attempt: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:

@@ -57,7 +57,7 @@ class MetricsLog:
     """Appends records to FOLDER/metrics.jsonl, on rank 0.
 
     Each record is written in one call, so a killed process leaves at most one incomplete line, the last. The log holds
-    a shared lock while the file is open. By this lock, readers can tell a run that still runs from one that was killed.
+    a shared lock while the file is open. This lock shows readers whether the run still runs or was killed.
 
     Args:
         folder: Folder of the run; made if missing.

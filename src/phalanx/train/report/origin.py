@@ -124,7 +124,7 @@ def command_line() -> str:
 
 
 def _arguments() -> list[str]:
-    """Return the arguments of the interpreter as typed, unless a fork server has started this process."""
+    """Return the interpreter's arguments as typed; only those of the script if a fork server started this process."""
     own, num = sys.argv[1:], len(sys.argv) - 1
     return sys.orig_argv[1:] if num and sys.orig_argv[-num:] == own else sys.argv
 

@@ -15,7 +15,7 @@ from phalanx.train.report.metrics import PHASES, RECORDED
 
 Point = tuple[int, float]
 
-_SIZE = 1000  # in the SVG's own coordinates, which the page stretches
+_SIZE = 1000  # width and height of a plot in the SVG's own coordinates, which the page stretches
 _NUM_DRAWN = 600  # most points of a curve, so that the page of a long run stays small
 _NUM_HINTS = 100
 _LARGEST = 1e300  # the axis of a larger value would overflow a float
@@ -79,7 +79,7 @@ def curve(
 
 
 def bars(rows: Sequence[tuple[str, Mapping[str, float]]], whole: str = "a step") -> str:
-    """Return a bar for each row, stacked from its parts in seconds, with a legend; equal lengths are equal times.
+    """Return a bar for each row, stacked from the row's parts in seconds, and a legend; all bars have the same scale.
 
     Args:
         rows: Pairs of a label, and the parts by name.

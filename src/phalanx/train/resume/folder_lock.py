@@ -2,8 +2,8 @@
 
 Rank 0 holds a lock on the file ``.lock``. The kernel drops the lock when the process of rank 0 ends. The file names the
 job that holds the lock, so that the errors of other jobs can name this job. A restart of a job whose first attempt was
-admitted is never refused, even if its settings are drawn at random: the file identifies the admitted job by the folder
-of its logs. `phalanx.checkpoint.disk.claim` does the work.
+admitted is never refused, even if its settings are drawn at random: the file identifies the admitted job, by its id or
+by the folder of its logs. `phalanx.checkpoint.disk.claim` does the work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PATIENCE_IN_RESTART_S = 10.0
 class FolderLock:
     """While open, keeps other jobs out of a run's folder; rank 0 holds the claim, which ends with its process.
 
-    If the file system can't lock, `problem` says so, and only jobs that renew their claims are kept out.
+    If the file system can't lock, `problem` says so, and other jobs are kept out only while rank 0 renews its claim.
 
     Args:
         folder: Folder of the run; made if missing.
@@ -81,7 +81,7 @@ class FolderLock:
             self._claim.release()
 
     def settle(self) -> None:
-        """Record that this job was admitted to the folder, so its restarts are admitted, too, whatever it holds."""
+        """Record that this job was admitted, so its restarts are admitted, too, whatever the folder then holds."""
         if self._claim is not None and not self.was_ours:
             self._claim.settle(is_settled=True)
 
@@ -109,7 +109,7 @@ class FolderLock:
             self.problem = f"{self._folder} can't be locked ({claim.problem}): make sure that no other job trains in it"
         note, ours = claim.before, claimant()
         self.was_ours = restarts.is_restart() and bool(ours.job) and note.job == ours.job and note.is_settled
-        if ours.job and (ours.name or note.host in ("", os.uname().nodename)):  # else rank 0 may have moved hosts
+        if ours.job and (ours.name or note.host in ("", os.uname().nodename)):  # else rank 0 may have been elsewhere
             self.is_first = not self.was_ours
         if self._claim is not None:
             claim.settle(is_settled=self.was_ours)

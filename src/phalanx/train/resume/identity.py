@@ -423,7 +423,8 @@ def _code_of(objective: Any, is_step: bool) -> Facts:
     while isinstance(objective, functools.partial):
         objective = objective.func
     name = objective.__qualname__ if inspect.isfunction(objective) else ""
-    if not name.endswith("<lambda>") and (is_step or "<locals>" not in name):  # a changed step is no other run
+    # The code of a local training step does not count: changing it does not make another run.
+    if not name.endswith("<lambda>") and (is_step or "<locals>" not in name):
         return {}
     return {_PYTHON: _python(), _CODE: _digest_of(objective)}
 

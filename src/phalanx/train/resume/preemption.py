@@ -34,7 +34,7 @@ _AGAIN_S: dict[int, float] = {signal.SIGTERM: 1.0, signal.SIGINT: 0.15}
 
 
 class Preemption:
-    """While open, records SIGTERM, SIGUSR1 and Ctrl-C instead of dying from them; a second signal ends the process.
+    """While open, records SIGTERM, SIGUSR1 and Ctrl-C instead of dying from them; a later SIGTERM or Ctrl-C is fatal.
 
     Args:
         speaks: Whether to tell the user what a Ctrl-C does; one rank is enough.

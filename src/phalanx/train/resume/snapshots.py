@@ -1,4 +1,4 @@
-"""Takes a trainer's snapshots in memory, as often as 3 % of its time allows.
+"""Takes a trainer's snapshots in memory, as often as 3 % of the training time allows.
 
 At first the trainer takes a snapshot after every step. Then all ranks choose the interval that costs 3 % of the time,
 from the duration of snapshots on the slowest rank and of steps on the fastest rank.

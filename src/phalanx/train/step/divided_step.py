@@ -1,6 +1,6 @@
-"""`DividedStep`: divides an optimizer's step among the ranks if a trial in the first steps shows that it pays.
+"""`DividedStep`: divides an optimizer's step among the ranks if a trial in the first steps shows that this is faster.
 
-The first five steps are plain, the next five divided. Then all ranks keep whichever way took less time on its slowest
+The first five steps are plain, the next five divided. Then all ranks keep whichever way took less time on the slowest
 rank; the time includes averaging the gradients. An optimizer with hooks is not divided. Hooks added later are called
 before and after the divided step, where they see whole parameters. torch's fused Adam, AdamW and Adagrad are faster
 still but round differently, so the user has to ask for ``fused=True``.
@@ -24,7 +24,7 @@ from phalanx.train.step.shards import Shards, divisible, has_hooks, has_room
 from phalanx.train.wrapper import is_sharded
 from phalanx.wire.rank_group import RankGroup
 
-_NUM_TRIED, _NUM_COUNTED = 5, 3  # steps tried each way, and how many of the last ones count: the first ones allocate
+_NUM_TRIED, _NUM_COUNTED = 5, 3  # steps tried each way, of which the last few are timed: the first allocate memory
 _LEAST_S = 1e-3  # if a plain step is faster than this, no trial is worthwhile
 _LEAST_GAIN = 1.05
 

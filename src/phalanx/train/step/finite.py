@@ -42,7 +42,7 @@ from phalanx.wire.rank_group import RankGroup
 _LOSS, _GRADIENT, _AVERAGED, _STATE = range(4)
 _FEW_ELEMS = 1 << 14  # adding up so few elements takes hardly any time
 _SMALLEST_SCALE = 2.0**-20  # at this scale no finite gradient overflows
-_MAX_SKIPPED = 36  # this many skipped steps in a row are an error: they halve a scaler's initial scale to the smallest
+_MAX_SKIPPED = 36  # so many skipped steps in a row are an error: they halve the scale from 2^16 to the smallest
 _SUMMABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
@@ -83,7 +83,7 @@ class FiniteGuard:
         run_log: Log that shows and records a warning.
         autocast: Context in which the loss is computed.
         skips_steps: Whether a step is skipped if its gradient is not finite, as with a gradient scaler.
-        clips: Whether gradients are clipped already.
+        clips: Whether gradients are clipped; if not, errors advise clipping.
         step: Number of the step after which the guard is made.
     """
 
@@ -252,7 +252,7 @@ class FiniteGuard:
         self._has_warned = True
 
     def _until(self, step: int) -> str:
-        """Return a phrase for the steps up to `step` in which a state became bad that was finite at the last check."""
+        """Return a phrase for the steps since the last check, up to `step`; in one of them the state became bad."""
         first = self._finite_step + 1
         return f"in step {step}" if first >= step else f"in one of the steps {first} to {step}"
 
@@ -324,7 +324,7 @@ class _State:
             return ""
         device = looked_at[0][1].device
         sums = torch.stack([tensor.sum().abs().to(device, torch.float64) for _, tensor in looked_at])
-        if sums.isfinite().all():  # a bad element always makes a bad sum; the reverse is not certain
+        if sums.isfinite().all():  # a bad element always makes a bad sum, but so can an overflow
             return ""
         found = (f"parameter {name!r}" for name, tensor in parameters if not is_finite(tensor))
         in_buffers = (f"buffer {name!r}" for name, b in buffers if first_bad_tensor(b, "", allows_minus_inf=True))

@@ -211,7 +211,7 @@ class NamedParts:
         self._has_any = False
 
     def add(self, parts: Mapping[str, Any], weight: float) -> None:
-        """Add the values of one pass, weighted by its share of the batch.
+        """Add the values of one pass, weighted by the pass's share of the batch.
 
         Raises:
             ValueError: A value is not one number.

@@ -213,7 +213,7 @@ class _Cut:
         return is_alike and self._has_state(state.get(self.parameter, {}))
 
     def _take_over(self, values: dict[str, Any]) -> None:
-        """Give the blocks the optimizer's state of the parameter, if they do not have it already."""
+        """Give the parameter's optimizer state to the blocks, unless they have it already."""
         for name, value in values.items():
             if name not in self._state:
                 if value is not self._states[0].get(name):
