@@ -338,7 +338,7 @@ def _check(
             f"the checkpoint of step {step} {'on' if source == 'disk' else 'in'} {source} can't be read: {error!r}"
         )
     said = gather("load", (is_seen, problem))
-    seen = [one for is_seen, one in said if is_seen]  # found by a hash; these explain all other problems
+    seen = [one for is_seen, one in said if is_seen]  # problems found by hashing, which explain all other problems
     return images, list(dict.fromkeys(seen or [one for _, one in said if one]))
 
 
@@ -416,7 +416,7 @@ class _Restoring:
         """Return the tree of the image whose values this rank gets.
 
         Raises:
-            ValueError: A different number of ranks saved tensors of their own.
+            ValueError: The ranks that saved had tensors of their own, and their number was different.
         """
         num_saved, num_ranks = len(self._images), self._ranks.world_size
         own = self._images[self._own]

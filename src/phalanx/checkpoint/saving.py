@@ -210,7 +210,7 @@ class Saver:
         return draft
 
     def _stage(self, parts: list[Part], metadata: dict[str, Any]) -> memoryview:
-        """Copy the parts into memory that is laid out like their file, and return it."""
+        """Copy the parts into memory that is laid out like their file, and return this memory."""
         layout = lay_out(parts, metadata)
         if len(self._staging) < layout.size_bytes:
             size = -(-layout.size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES

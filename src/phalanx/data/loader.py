@@ -234,6 +234,6 @@ class _SeedWorker:
         self._rank = rank
 
     def __call__(self, worker_id: int) -> None:
-        # torch draws its seed from the loader's generator. If all ranks were seeded alike, that seed is the same on all
-        # of them, so the rank is mixed in.
+        # torch draws the worker's seed from the loader's generator. If all ranks were seeded alike, the seed is the
+        # same on all of them, so the rank is mixed in.
         seed_process(derive_seed(torch.initial_seed(), "rank", self._rank))

@@ -65,7 +65,7 @@ _NOTE_BYTES = 4096  # fixed size: the file is overwritten and never truncated, s
 
 
 class OtherSide(CheckpointError):
-    """Another side of this job, or a newer attempt, holds the folder: this process's state is out of date."""
+    """A newer attempt, or the other side of a split job, holds the folder: this process's state is out of date."""
 
     entry = "folder-in-use"
 

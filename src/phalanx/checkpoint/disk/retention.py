@@ -118,9 +118,9 @@ def prune(
     Args:
         folder: Folder of the checkpoints, as passed to `save`, or folder of a run that has them in ``checkpoints``.
         keep_last: Number of newest checkpoints to keep, at least 1.
-        keep_every: Interval in steps: checkpoints whose step is a multiple of it are kept as well. None keeps no more.
-        keep_best: Number of checkpoints with the best metric to keep as well, the earliest among equals; None keeps no
-            more.
+        keep_every: Interval in steps: checkpoints whose step is a multiple of it are kept as well; None: no others.
+        keep_best: Number of checkpoints with the best metric to keep as well, the earliest among equals; None: no
+            others.
         best_is_least: Whether the smallest metric is the best, as with a loss; otherwise the largest is.
 
     Raises:

@@ -26,7 +26,7 @@ from phalanx.checkpoint.memory.layout import NUM_SLOTS
 
 
 class Slots:
-    """The regions of a rank. All ranks decide alike if all call the same methods with the same arguments.
+    """The regions of a rank. All ranks choose the same regions if all make the same calls with the same arguments.
 
     Attributes:
         safe: The snapshot that is safe; None if there is none yet.

@@ -44,7 +44,7 @@ def _can_be_divided(leaf: Leaf) -> bool:
 
 
 def parts_of_rank(leaves: Sequence[Leaf], rank: int, world_size: int, alike: Collection[str]) -> list[Part]:
-    """Return what `rank` saves: its shards, its own tensors, and its share of the large tensors equal on all ranks.
+    """Return what `rank` saves: its shards, its own tensors, and its share of large tensors that all ranks have alike.
 
     These shares have about equal sizes, and are cut between rows.
 
@@ -162,7 +162,7 @@ class Reader:
         missing = _count(wanted)
         found: dict[Block, tuple[Image, tuple[int, ...], tuple[int, ...], str]] = {}
         for image in self._images:
-            if missing <= 0:  # later ranks may have saved other tensors under this name
+            if missing <= 0:  # enough: later ranks may have saved other tensors under this name
                 break
             for offset, shape, key in image.blocks.get(name, ()):
                 common = _overlap(wanted, (offset, shape))

@@ -41,7 +41,7 @@ class BestMetric:
         self._step = -1
 
     def update(self, evaluation: Mapping[str, float], step: int) -> bool:
-        """Record the evaluation after `step`; return whether it is the best so far. A non-finite value never is.
+        """Record the evaluation after `step`; return whether it is the best so far, which NaN and infinity never are.
 
         Raises:
             ValueError: The evaluation lacks the monitored value.

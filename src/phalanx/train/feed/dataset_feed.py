@@ -37,7 +37,7 @@ class DatasetFeed:
         self._num_workers = num_workers
         self._filler: Any = None
         self._collate = collate_fn or torch_data.default_collate
-        self._generator = torch.Generator()  # the loader's own, so that resuming draws none of the script's numbers
+        self._generator = torch.Generator()  # so that the loader draws nothing from the script's generators
         is_seeded = seeds_samples or num_workers > 0
         self._loader: Iterable[Any] = torch_data.DataLoader(
             _SeededSamples(dataset, seed) if is_seeded else dataset,

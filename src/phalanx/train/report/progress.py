@@ -50,7 +50,7 @@ class ProgressBar:
 
     def update(self, step: int, loss: str, parts: Sequence[str]) -> None:
         """Show a step and its loss, and as many of the other parts as fit, in order."""
-        taken = _BAR_WIDTH + 2 * len(str(self._num_steps)) + 1 + len(loss) + _TIME_WIDTH + 4  # columns and spaces
+        taken = _BAR_WIDTH + 2 * len(str(self._num_steps)) + 1 + len(loss) + _TIME_WIDTH + 4  # all columns and spaces
         room, text = self._progress.console.width - taken, ""
         for part in parts:
             longer = f"{text}, {part}" if text else part

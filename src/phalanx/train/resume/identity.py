@@ -180,7 +180,7 @@ class Identity:
     Args:
         folder: Folder of the run.
         facts: Facts of this run, from rank 0.
-        is_known: Whether the job was in the folder before; then this is its restart, which resumes despite differences.
+        is_known: Whether the job was in the folder before; then this is a restart, which resumes despite differences.
         may_force: Whether a checkpoint of another run may be loaded.
         is_own: Whether the trainer has trained before, so that the checkpoint is of its own run.
 

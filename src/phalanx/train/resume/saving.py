@@ -27,7 +27,7 @@ LEAST_S = 600.0
 
 
 class RunSaver:
-    """Saves a trainer's state, with the value of `Settings.monitor`.
+    """Saves a trainer's state, with the evaluated value that `Settings.monitor` names.
 
     Every rank has a RunSaver, and `may_keep` must return the same on every rank.
     """

@@ -54,7 +54,7 @@ class Snapshots:
         return may_keep
 
     def adapt(self, phases_by_rank: list[list[float]]) -> str:
-        """Choose the interval from now on, the same on every rank; return a line on the cost, once it is known.
+        """Choose the interval between snapshots, the same on every rank; return a line on their cost, once known.
 
         Args:
             phases_by_rank: Mean seconds of a step in each phase since the last call, by rank; the last phase is

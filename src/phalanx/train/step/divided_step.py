@@ -111,7 +111,7 @@ class DividedStep:
             self._ddp.divide_averaging(division)
 
     def _divide(self) -> None:
-        """Divide the following steps if all ranks can, and if it may pay."""
+        """Divide the following steps if all ranks can do so, and if dividing may be faster."""
         parameters = self._divisible()
         has = has_room(parameters, self._optimizer)
         every = self._ranks.gather(([p.numel() for p in parameters], has, self._take_s()))

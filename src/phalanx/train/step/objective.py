@@ -176,10 +176,10 @@ def _outputs_and_targets(model: nn.Module, batch: Any) -> tuple[Any, Any]:
 
 
 def outputs_of(model: nn.Module, batch: Any) -> Any:
-    """Return the model's outputs for a batch, with targets or without.
+    """Return the model's outputs for a batch that may lack targets.
 
-    The entries of a mapping other than targets are the model's keyword arguments; a single entry "inputs" is the
-    model's only positional argument.
+    If the batch is a mapping, its entries, except the targets, are the model's keyword arguments; a single entry
+    "inputs" is the model's only positional argument.
 
     Raises:
         TypeError: The model does not accept arguments of these names.

@@ -281,7 +281,7 @@ def _places(pairs: Sequence[tuple[nn.Parameter, Tensor]], group: dist.ProcessGro
     Raises:
         RuntimeError: The ranks can't share memory; every rank raises the error.
     """
-    if group is None:  # one process: values stay where they are, unless their layout differs
+    if group is None:  # one process: values stay where they are, unless a parameter has another layout
         for parameter, value in pairs:
             is_alike = value.stride() == parameter.stride()
             yield value if is_alike else torch.empty_like(parameter, dtype=value.dtype)
