@@ -95,7 +95,7 @@ def _parser(name: str) -> Parser:
 
 
 def _find_steps(path: str, step: int | None = None) -> tuple[str, list[int]]:
-    """Return the folder of the checkpoints and the steps that `path` stands for; a given `step` must be one of them."""
+    """Return the folder of the checkpoints that `path` names, and their steps; a given `step` must be one of them."""
     path, published = folders.find_steps(path)
     if not published:
         raise _Mistake(folders.say_missing(path))

@@ -108,8 +108,8 @@ def load(
         folder: Folder of the checkpoints, as passed to `save`, or of a run that has them in ``checkpoints``.
         state: State of the form that was saved; saved entries that `state` lacks are not loaded.
         step: Step of the checkpoint; "latest" is the newest undamaged one, and a warning names newer damaged ones.
-            "best" is the checkpoint on disk with the best metric. Whether the smallest or the largest metric is the
-            best was recorded by `save`, from its argument `keep`, or by a Trainer.
+            "best" is the checkpoint on disk with the best metric: the smallest or the largest, as ``save(keep=...)`` or
+            a Trainer has recorded.
         strict: Whether a checkpoint that lacks an entry of `state` is refused.
         missing: Action if there is no checkpoint: "note" prints a line on rank 0 and returns None, "ignore" returns
             None, "error" raises.

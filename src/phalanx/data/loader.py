@@ -120,7 +120,7 @@ class DataLoader(torch_data.DataLoader[Any]):
         self._has_drawn = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self._remark and torch.is_grad_enabled():  # in an evaluation, all samples on each rank may be intended
+        if self._remark and torch.is_grad_enabled():  # an evaluation may well use all samples on each rank
             remark, self._remark = self._remark, ""
             warn_caller(remark)
         # torch draws the workers' seed here, even without workers. In a resumed epoch, the earlier run has already

@@ -259,7 +259,7 @@ def init(
         if arguments not in (_current.arguments, (None,) * len(arguments)):
             raise RuntimeError("phalanx.init was called before with other arguments: call phalanx.shutdown() first")
         return _current.session
-    keep_paths_short()  # for the workers of any data loader
+    keep_paths_short()  # for the sockets of data loaders' workers
     session: Session
     exported: tuple[str, ...] | None = None
     if dist.is_initialized():

@@ -221,7 +221,7 @@ def may_outlive() -> bool:
 
 def _abort_groups() -> None:
     """End every wait in every group of this process."""
-    with contextlib.suppress(ImportError):  # if torch lacks the name, this rank continues until it is killed
+    with contextlib.suppress(ImportError):  # if this torch has no `world`, this rank runs until it is killed
         for group in list(_torch.world.pg_names):
             with contextlib.suppress(Exception):  # the group may be closing, or its backend can't abort
                 group.abort()

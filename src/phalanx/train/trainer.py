@@ -380,7 +380,7 @@ class _Attempt:
         stepper: Stepper of the model's optimizer.
         run_log: Log of the run, once `fit` has begun it.
         consensus: Agreements of the ranks while they train, once `fit` has begun.
-        is_training: Whether `fit` trains, so that it can be stopped.
+        is_training: Whether `fit` is training, so that `Trainer.stop` can end it.
     """
 
     def __init__(self, trainer: Trainer, joined: session.Session) -> None:
@@ -538,7 +538,7 @@ class _Attempt:
         self._feed.begin_epoch(trainer.epoch)
         has_ended, is_empty = True, self._feed.is_at_start
         self.run_log.begin_epoch(trainer.step + 1, is_whole=is_empty)
-        is_at_last = trainer.step == s.max_steps  # after a snapshot, the end of the epoch may be left to do
+        is_at_last = trainer.step == s.max_steps  # a snapshot of the last step leaves only the epoch's end
         for parts, num_samples in self._in_step(iter(()) if is_at_last else self._feed.steps()):
             loss = self.stepper.backward(parts, num_samples, trainer.step + 1, trainer.epoch)
             del parts  # so that the next batch reuses this memory, which is in the caches
@@ -638,7 +638,7 @@ class _Attempt:
         if is_best or is_last or (s.save_every is None and self._saver.is_due(trainer.step)):
             self._save()
         self._saver.say_left_out(trainer.step)
-        self.consensus.agree(trainer.step)  # a signal may have arrived by now, and short epochs have no agreement
+        self.consensus.agree(trainer.step)  # a signal may have arrived, and a short epoch may have had no agreement
 
     # ---- what is kept, and the end -----------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ hosts.
   metrics.jsonl.
 - **The younger job yields.** When the folder refuses the younger job, or the younger job's agent meets the older job,
   the younger job ends its ranks. Its agent then re-executes itself with another id and without the right to begin a
-  job. Ages are compared as durations, not by the keys of the jobs' views, because a job that fails often has larger
+  job. Durations decide which job is younger, not the keys of the jobs' views, because a job that fails often has larger
   keys.
 
 **Not built: a claim that lets the second of two hosts continue when the first loses power.** The second would have to

@@ -386,7 +386,7 @@ def sweep(folder: str) -> None:
             path = os.path.join(folder, name)
             if _LEFTOVER.fullmatch(name):
                 if os.path.isdir(path) and not name.endswith(".old"):
-                    with contextlib.suppress(OSError):  # renamed first, as a live job may be about to publish it
+                    with contextlib.suppress(OSError):  # renamed first: a live job may be about to publish it
                         os.rename(path, f"{path}.old")
                         path = f"{path}.old"
                 shutil.rmtree(path, ignore_errors=True)

@@ -17,8 +17,8 @@ class Retention:
     """Rules for the checkpoints that a folder keeps; `prune` documents the fields.
 
     Attributes:
-        best_is_least: Whether the smallest metric is the best. With None, the largest is, and the checkpoint records
-            this choice only if `keep_best` is set.
+        best_is_least: Whether the smallest metric is the best. With None, the largest is the best, and the checkpoint
+            records this only if `keep_best` is set.
 
     Raises:
         ValueError: A number is less than 1.

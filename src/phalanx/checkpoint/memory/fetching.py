@@ -36,7 +36,7 @@ _LENGTH_BYTES = 8  # an image begins with the length of its header, an integer o
 
 
 def find(fd: int, choice: Choice, world_size: int) -> dict[int, Region]:
-    """Return the region of each image of a snapshot that this host holds, by the number of the image.
+    """Return the regions in which this host holds images of a snapshot, by the number of the image.
 
     If an image has several regions, one that a rank of this host wrote is preferred.
     """
@@ -50,7 +50,7 @@ def find(fd: int, choice: Choice, world_size: int) -> dict[int, Region]:
 
 
 class Fetch:
-    """Gets the images of one snapshot that some hosts lack. Every rank creates a `Fetch` and calls the same methods.
+    """Gets images of one snapshot for hosts that lack them. Every rank creates a `Fetch` and calls the same methods.
 
     Args:
         host: Name of this rank's host.

@@ -55,7 +55,7 @@ class Choice:
 
 
 def newest_of(by_rank: Sequence[Sequence[Holding]], folder: bytes) -> Choice | None:
-    """Return a folder's newest snapshot if each of its images is on some host, else an older one, or None.
+    """Return a folder's newest snapshot that the hosts together hold in full; None if there is none.
 
     A host that holds all images reads only its own, because these have the values of its ranks.
 
@@ -93,7 +93,7 @@ class Lost(NamedTuple):
 
 
 def lost_of(by_rank: Sequence[Sequence[Holding]], folder: bytes) -> Lost | None:
-    """Return what a folder's newest snapshot lacks; None if some snapshot can be loaded, or none is left."""
+    """Return what a folder's newest snapshot lacks; None if some snapshot can be loaded, or there is no snapshot."""
     ours = [one for of_rank in by_rank for one in of_rank if one.folder == folder]
     if not ours or newest_of(by_rank, folder) is not None:
         return None

@@ -261,7 +261,7 @@ class SnapshotMemory:
     def num_hosts(self) -> int:
         """Return how many hosts have this host's part of the newest safe snapshot; 0 if there is no such snapshot."""
         safe = self._slots.safe
-        if self.problem or safe is None or safe[0] != self._attempt:  # hosts may have been lost since
+        if self.problem or safe is None or safe[0] != self._attempt:  # hosts may have been lost since that attempt
             return 0
         if not self._is_parted:
             return self._num_hosts

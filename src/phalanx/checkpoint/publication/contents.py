@@ -69,7 +69,7 @@ class Content:
         return bool(lying) and is_so and self.fits(len(memory))
 
     def write(self, memory: Any, token: bytes) -> None:
-        """Copy the content into memory, without a version number. Tensors that lie there already are not copied."""
+        """Copy the content into `memory`, without a version number. Tensors that lie there already are not copied."""
         _HEAD.pack_into(memory, 0, _MAGIC, token, 0, self.manifest_at, len(self.manifest))
         base = _address(memory)
         for place, part in self.parts:
@@ -145,7 +145,7 @@ def _are_words(flat: Tensor) -> bool:
 
 
 def stamp(memory: Any, version: int) -> None:
-    """Write the number of the version that memory holds now; 0 if it holds no complete version."""
+    """Write the number of the version that `memory` holds now; 0 marks that it holds no complete version."""
     struct.pack_into("=Q", memory, _VERSION_AT, version)
 
 

@@ -52,7 +52,7 @@ from phalanx.host.loans import Loans
 from phalanx.host.shared_blocks import Block, holders_of
 
 _PURPOSE = "published"
-_FEWEST, _MOST = 2, 1000  # blocks of a publication
+_FEWEST, _MOST = 2, 1000  # limits of `max_versions`
 _MANY = 3  # if readers hold this many old versions, a line on stderr says so
 _SPARE = 1  # unread blocks that are kept for the next version
 
@@ -379,11 +379,11 @@ class Publication:
 
     def _tell_held(self) -> None:
         rows, total = self._held()
-        if len(rows) < max(_MANY, self._most_told + 1):  # some were dropped meanwhile
+        if len(rows) < max(_MANY, self._most_told + 1):  # readers have dropped versions meanwhile
             return
         self._most_told = len(rows)
         text = f"phalanx: {self._call}: readers hold {_in_words(rows, total)}; max_versions={self._max_versions}"
-        with contextlib.suppress(OSError):  # a closed pipe: nobody listens
+        with contextlib.suppress(OSError):  # a closed pipe: nobody reads stderr
             print(text, file=sys.stderr, flush=True)
 
     def _held(self) -> tuple[list[str], int]:

@@ -170,7 +170,8 @@ class Subscription:
 
     def _look(self, known: int) -> Published | None:
         record = records.find(self.name)
-        is_other = record is not None and self._last_token not in ("", record.token)  # another may count from 1 again
+        # Another publication of the name may count from 1 again.
+        is_other = record is not None and self._last_token not in ("", record.token)
         if record is None or (record.version <= known and not is_other):
             return None
         return self._get(record)
@@ -188,7 +189,7 @@ class Subscription:
         return record
 
     def _require_live(self) -> None:
-        """Raise NotPublished if the publisher that this subscription has seen alive has ended."""
+        """Raise NotPublished if this subscription has seen the publisher alive, and the publisher has ended since."""
         seen = self._seen
         if self._live() is None and seen:
             record = records.find(self.name)

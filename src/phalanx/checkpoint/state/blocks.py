@@ -44,7 +44,7 @@ def _can_be_divided(leaf: Leaf) -> bool:
 
 
 def parts_of_rank(leaves: Sequence[Leaf], rank: int, world_size: int, alike: Collection[str]) -> list[Part]:
-    """Return what `rank` saves: its shards, its own tensors, and its share of large tensors that all ranks have alike.
+    """Return what `rank` saves: its shards, its own tensors, and its share of the tensors that the ranks divide.
 
     These shares have about equal sizes, and are cut between rows.
 
@@ -267,7 +267,7 @@ def names_alike(descriptions: Sequence[Description]) -> frozenset[str]:
 
 @torch.no_grad()
 def _digest(tensor: Tensor) -> bytes:
-    """Return 128 bits for every few MiB of a tensor, computed by as many threads as torch would copy it with."""
+    """Return 128 bits for every few MiB of a tensor, computed by as many threads as torch would use to copy it."""
     bits = bytes_of(tensor.cpu())
     num_pieces = max(len(bits) // _PIECE_BYTES, 1)
     pieces = (share(len(bits), piece, num_pieces) for piece in range(num_pieces))

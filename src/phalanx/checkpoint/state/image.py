@@ -1,6 +1,6 @@
 """A rank's part of a checkpoint as one safetensors file, which is made in memory, and kept there or written to disk.
 
-The file is made by hand because the safetensors library can't write into existing memory; any tool opens the result.
+This module lays the file out because the safetensors library can't write into existing memory; the library can read it.
 The state's tree and the place of each part are in the header's metadata. The data begins at a multiple of 4096 bytes,
 and larger elements come first, because torch crashes on complex numbers that are not aligned. Complex numbers are
 stored as pairs, and dtypes that the format lacks as bytes.

@@ -1,9 +1,9 @@
 """Restores the user's state from a tree, or says why the tree does not fit; fills modules and tensors in place.
 
 What the user passes directly is restored exactly as it was saved, or refused. So the tree names the class of each
-container. If a tensor shared memory with an earlier tensor, the tree names that, too. A tensor of the user's is filled
-only if it can hold every value. What goes to an object's ``load_state_dict`` may be less exact, because the object
-itself decides: values are cast as torch does, and mappings become dicts.
+container. If a tensor shared memory with an earlier tensor, the tree names the earlier tensor, too. A tensor of the
+user's is filled only if it can hold every value. What goes to an object's ``load_state_dict`` may be less exact,
+because the object itself decides: values are cast as torch does, and mappings become dicts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Sharing:
     def __init__(self, read: Read) -> None:
         self._read = read
         self._done: dict[str, Tensor] = {}
-        # Node and tensor of the first tensor that was read and shares memory with an unread one, by the latter's name.
+        # By the name of a tensor that was not read: node and value of the first tensor read that shares its memory.
         self._single: dict[str, tuple[Json, Tensor]] = {}
 
     def __call__(self, node: Json, into: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ from phalanx._torch.tensors import is_dtensor, is_stored, unusual_keys
 from phalanx.checkpoint.state.unpacking import FACTORIES, MAPPINGS, SEQUENCES, Json
 
 _SCALARS = (bool, int, str, type(None))
-_UNLOADABLE = re.compile("bcomplex32|u?int[1-7]|qu?int.*")  # torch can't copy them, or view them as complex
+_UNLOADABLE = re.compile("bcomplex32|u?int[1-7]|qu?int.*")  # dtypes that torch can't copy, or view as complex
 _MAX_INT_BITS = 14_000  # Python refuses to read a number of more than 4300 digits
 _MOST_DEPTH = 200  # levels of nesting; a reader needs three nested calls for each, and Python allows 1000
 _INLINE_BYTES = 1024  # longer bytes are saved like a tensor

@@ -155,7 +155,7 @@ def _as_mapping(node: Json, kind: str, values: dict[Any, Any], like: Any, *, is_
 
 
 def _as_named(node: Json, items: list[Any], like: Any) -> Any:
-    """Return items in a named tuple of the class of `like`, or of one with the same name and fields."""
+    """Return items in a named tuple of the class of `like`, or else of a new class with the saved name and fields."""
     fields = tuple(node["fields"])
     if getattr(like, "_fields", None) == fields:
         return type(like)._make(items)

@@ -151,7 +151,7 @@ def _lists_of(loader: Any, ranks: RankGroup | None) -> list[Any]:
             "Trainer.evaluate: the ranks' loaders give different batches: pass the dataset itself, or "
             "phalanx.DataLoader(part, is_own_part=True) of this rank's own"
         )
-    if lists and loader.batch_sampler is not None:  # few batches are cut, so that each rank has some
+    if lists and loader.batch_sampler is not None:  # batches are cut if there are fewer of them than ranks
         num = -(-ranks.world_size // len(lists))
         pieces = ([batch[at] for at in share(len(batch), part, num)] for batch in lists for part in range(num))
         lists = [piece for piece in pieces if piece]

@@ -177,7 +177,7 @@ class RunLog:
         self._epoch = _Mean(first_step, is_whole)
 
     def count(self, loss: torch.Tensor, num_samples: int) -> None:
-        """Count a step: its loss on this rank (the step's loss is the mean over ranks), and all ranks' samples."""
+        """Count a step with its loss on this rank (the step's loss is the mean over ranks) and all ranks' samples."""
         self._losses.append(loss)
         self._num_samples.append(num_samples)
 

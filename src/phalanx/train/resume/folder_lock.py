@@ -109,7 +109,7 @@ class FolderLock:
             self.problem = f"{self._folder} can't be locked ({claim.problem}): make sure that no other job trains in it"
         note, ours = claim.before, claimant()
         self.was_ours = restarts.is_restart() and bool(ours.job) and note.job == ours.job and note.is_settled
-        if ours.job and (ours.name or note.host in ("", os.uname().nodename)):  # else rank 0 may have been elsewhere
+        if ours.job and (ours.name or note.host in ("", os.uname().nodename)):  # else rank 0 may have been on that host
             self.is_first = not self.was_ours
         if self._claim is not None:
             claim.settle(is_settled=self.was_ours)

@@ -44,7 +44,7 @@ class Relocation:
         self._use = session.use_of_group()
 
     def why_not_kept(self, model: nn.Module, optimizer: torch.optim.Optimizer, loggers: Loggers, data: Any) -> str:
-        """Return why the trainer can't join another group when `fit` begins; empty if it can."""
+        """Return, at the beginning of `fit`, why the trainer could not join another group; empty if it could."""
         if self._why_not_met:
             return f"{self._why_not_met} Trainer()"
         if self._use != session.use_of_group():

@@ -32,8 +32,8 @@ _LEAST_GAIN = 1.05
 class DividedStep:
     """Steps an optimizer; every rank must call `step`, after the ranks have averaged the gradients.
 
-    If it pays, a step is divided: each rank steps one part of the parameters and gets the other parts from the other
-    ranks. The parameters get the same bits either way. The object is also the `Division` that the model's averaging
+    In a divided step, each rank steps one part of the parameters and gets the other parts from the other ranks. The
+    parameters get the same bits as in a plain step. The object is also the `Division` that the model's averaging
     uses: if each rank steps only its part and nothing else reads the gradients, each rank needs only the means of that
     part.
 
@@ -135,7 +135,7 @@ class DividedStep:
             or num_alike != self._ranks.world_size
             or is_sharded(self._model)
             or type(optimizer) not in ELEMENTWISE
-            or torch.get_num_threads() != 1  # with several threads, torch splits a parameter at other offsets
+            or torch.get_num_threads() != 1  # with several, torch splits a parameter elsewhere: bits may differ
             or has_hooks(optimizer)  # hooks would see pieces of parameters
         ):
             return []

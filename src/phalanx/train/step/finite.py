@@ -123,7 +123,7 @@ class FiniteGuard:
         return self._finding is not None
 
     def what_is_meant(self) -> str:
-        """Return a line on parameters that were not finite at first; empty if all were. Every rank must call this."""
+        """Return a line on parameters that were not finite at first, empty if there are none; every rank must call."""
         names = dict.fromkeys(name for of_rank in self._ranks.gather(self._state.not_finite) for name in of_rank)
         listed = ", ".join(map(repr, names))
         return listed and f"not finite from the beginning, so not looked at for NaN: parameter {listed}"
@@ -324,7 +324,7 @@ class _State:
             return ""
         device = looked_at[0][1].device
         sums = torch.stack([tensor.sum().abs().to(device, torch.float64) for _, tensor in looked_at])
-        if sums.isfinite().all():  # a bad element always makes a bad sum, but so can an overflow
+        if sums.isfinite().all():  # a bad element always makes a bad sum; an overflow makes one, too
             return ""
         found = (f"parameter {name!r}" for name, tensor in parameters if not is_finite(tensor))
         in_buffers = (f"buffer {name!r}" for name, b in buffers if first_bad_tensor(b, "", allows_minus_inf=True))

@@ -157,10 +157,10 @@ def _checked(name: str, loss: Tensor) -> Tensor:
 
 
 def _outputs_and_targets(model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """Return the model's outputs and the targets, for a pair, or for a mapping with exactly one entry for the targets.
+    """Return the model's outputs and the targets of a batch.
 
     Raises:
-        ValueError: The batch is neither a pair nor such a mapping.
+        ValueError: The batch is neither a pair nor a mapping with exactly one entry for the targets.
     """
     if isinstance(batch, Mapping):
         found = [name for name in _TARGETS if name in batch]

@@ -141,7 +141,7 @@ def has_hooks(optimizer: optim.Optimizer) -> bool:
 
 @contextlib.contextmanager
 def _hooks_outside(optimizer: optim.Optimizer) -> Iterator[None]:
-    """Call an optimizer's hooks before and after the body, where they see whole parameters, and not within it.
+    """Call an optimizer's hooks before and after the body, where they see whole parameters, and not in the body.
 
     These hooks were registered after the division, maybe on one rank only; an optimizer that had hooks before is not
     divided.
@@ -207,7 +207,7 @@ class _Cut:
         return self.parameter.stride() == self._stride and self._state.keys() <= values.keys()
 
     def fits(self, state: dict[Any, Any]) -> bool:
-        """Return whether the next step can take this rank's blocks from the gradient, if any, in place."""
+        """Return whether the next step can use the gradient's blocks in place; True if there is no gradient."""
         grad = self.parameter.grad
         is_alike = grad is None or (grad.layout is torch.strided and grad.stride() == self._stride)
         return is_alike and self._has_state(state.get(self.parameter, {}))

@@ -82,7 +82,7 @@ class Stepper:
             autocast=self.autocast, skips_steps=self.scaler.is_enabled(), clips=clips, step=step,
         )  # fmt: skip
         if self._clip_norm is not None and self._ddp is not None:
-            self._ddp.grad_norm()  # from now on, averaging computes the norm, so all steps have the same bits
+            self._ddp.grad_norm()  # averaging computes the norm from the first step on, so all steps round alike
         return self._guard
 
     def sentinel(self, step: int) -> tuple[Sentinel, str]:
@@ -187,7 +187,7 @@ class Stepper:
         self.scaler.step(self._optimizer)
 
     def _clip(self, largest: float) -> Tensor:
-        """Scale the gradients down if their norm exceeds `largest`; return the norm before that."""
+        """Scale the gradients down if their norm exceeds `largest`; return the norm before scaling."""
         self.scaler.unscale_(self._optimizer)
         if self._ddp is None or self._is_deterministic or self.scaler.is_enabled():
             return nn.utils.clip_grad_norm_(self._module.parameters(), largest)
