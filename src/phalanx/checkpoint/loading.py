@@ -416,7 +416,7 @@ class _Restoring:
         """Return the tree of the image whose values this rank gets.
 
         Raises:
-            ValueError: The ranks that saved had tensors of their own, and their number was different.
+            ValueError: Each rank saved tensors of its own, and the number of ranks has changed since.
         """
         num_saved, num_ranks = len(self._images), self._ranks.world_size
         own = self._images[self._own]

@@ -296,7 +296,7 @@ class Trainer:
         """
         if self._attempt is None or not self._attempt.is_training:
             raise RuntimeError("Trainer.stop: fit() is not running; call it in a callback or in the training step")
-        self._attempt.consensus.wants_stop = not rank_trial.is_on()  # ignored in a trial, which must be measured
+        self._attempt.consensus.wants_stop = not rank_trial.is_on()  # ignored in a trial, which ends when measured
 
     @property
     def _in_group(self) -> _Attempt:
@@ -321,7 +321,7 @@ class Trainer:
 
     @naming_arguments(_unknown_argument)
     def evaluate(self, data: Any) -> dict[str, float]:
-        """Return the means over all samples of `data`, and the metrics with a state; the same on every rank.
+        """Return the means over all samples of `data`, and the values of metrics with a state; the same on every rank.
 
         The model is evaluated as it is: only `fit` restores a checkpoint from the folder.
 

@@ -13,8 +13,8 @@ descriptors would need a thread that answers while the trainer computes.
 
 **Memory.** Two blocks serve readers that keep up. Each old version that is still read takes one more, up to
 `max_versions` blocks; beyond that, publishing fails, and the error names who holds what. Once readers hold three old
-versions, a line on stderr names the same. Blocks are reused, because the kernel clears each new page: copying 1 GiB
-into a new block takes four times as long.
+versions, a line on stderr also says who holds what. Blocks are reused, because the kernel clears each new page: copying
+1 GiB into a new block takes four times as long.
 
 **Without a copy.** `Publication.buffers` lends the next block as a state whose tensors are filled in place. Once the
 state is published, further writes to its tensors become private to the writer (`phalanx.host.loans`). After a fork, the

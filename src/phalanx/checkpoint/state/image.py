@@ -1,9 +1,9 @@
 """A rank's part of a checkpoint as one safetensors file, which is made in memory, and kept there or written to disk.
 
-This module lays the file out because the safetensors library can't write into existing memory; the library can read it.
-The state's tree and the place of each part are in the header's metadata. The data begins at a multiple of 4096 bytes,
-and larger elements come first, because torch crashes on complex numbers that are not aligned. Complex numbers are
-stored as pairs, and dtypes that the format lacks as bytes.
+The file is laid out here because the safetensors library can't write into existing memory; any reader of the format can
+open the file. The state's tree and the place of each part are in the header's metadata. The data begins at a multiple
+of 4096 bytes, and larger elements come first, because torch crashes on complex numbers that are not aligned. Complex
+numbers are stored as pairs, and dtypes that the format lacks as bytes.
 
 **Why not torch's distributed checkpoint.** Its ``.metadata`` is a pickle, so anybody who can write to the folder can
 run code in the job; it has no hashes; and its writer can't leave an image in memory.

@@ -275,10 +275,10 @@ class _Place:
         return _Place(node, begin, begin + extent * size, form, tensor.is_contiguous())
 
     def within(self, other: _Place) -> list[Any] | None:
-        """Return the other tensor's name, and the index in it at which this one begins; None if they share no memory.
+        """Return the other tensor's name and its element at which this tensor begins; None if they share no memory.
 
-        The index is omitted if this one is not a view of the other. Tensors that are not contiguous, such as columns,
-        count as sharing memory only if they are identical.
+        The element's index is omitted if this tensor is not a view of the other. Tensors that are not contiguous, such
+        as columns, count as sharing memory only if they are identical.
         """
         if (self.form, self.begin) == (other.form, other.begin):
             return [other.node["tensor"], 0]

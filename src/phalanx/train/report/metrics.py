@@ -121,7 +121,7 @@ def read_metrics(folder: str | Path) -> list[Record]:
 
 
 def is_being_written(folder: str | Path) -> bool:
-    """Return whether a process has the log open, on a host that shares locks with this one."""
+    """Return whether a process has the log open, on this host or on a host that shares file locks with it."""
     with contextlib.suppress(OSError), open_regular(Path(folder, _NAME)) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

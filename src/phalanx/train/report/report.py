@@ -361,7 +361,7 @@ def _restarts(run: _Run) -> str:
 
 
 def _losses(run: _Run) -> str:
-    """Return a table and bars of the recorded losses of ranks: how each was noticed, and how long its recovery took."""
+    """Return a table and bars of the lost ranks: how each was noticed, and how long each phase of recovery took."""
     losses = black_box.losses_of(run.folder, [*run.logs, *(logs for _, logs in run.others)])
     away = black_box.out_of_reach(run.folder, run.others)
     more = f"The launchers on {listed(away, 8)} recorded theirs in run folders that are not on this host."

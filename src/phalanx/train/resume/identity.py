@@ -423,7 +423,7 @@ def _code_of(objective: Any, is_step: bool) -> Facts:
     while isinstance(objective, functools.partial):
         objective = objective.func
     name = objective.__qualname__ if inspect.isfunction(objective) else ""
-    # The code of a local training step does not count: changing it does not make another run.
+    # The code of a named training step does not count: changing the step does not make another run.
     if not name.endswith("<lambda>") and (is_step or "<locals>" not in name):
         return {}
     return {_PYTHON: _python(), _CODE: _digest_of(objective)}
