@@ -46,7 +46,7 @@ class Communicator:
     be mixed as long as every rank of the group makes the same calls in the same order. Hooks, the Flight Recorder and
     dispatch modes do not see the calls of a communicator; a profiler does.
 
-    Ranks are those of the world, as in ``torch.distributed``. Get one with :func:`communicator`.
+    Methods take and return ranks of the world, as in ``torch.distributed``. :func:`communicator` returns this object.
 
     Attributes:
         rank: Number of this rank in the group.
@@ -199,7 +199,7 @@ class Communicator:
         """Return the reduce operation that was passed to the operation `name`.
 
         Raises:
-            TypeError: `op` is something else, such as the name of an operation.
+            TypeError: `op` is something else, such as a string.
         """
         if type(op) is ReduceOp.RedOpType:
             return ReduceOp(op)

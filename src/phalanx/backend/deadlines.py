@@ -38,7 +38,7 @@ MEMORY_LOOK_S: Final = 1.0
 # ---------------------------------------------------------------- memory that is kept
 
 KEPT_S: Final = 20.0
-"""How long a freed block is kept for the next tensor: as long as two of the windows in csrc/process/blocks.h."""
+"""How long a freed block is kept for the next tensor: as long as two windows of the pool in csrc/process/blocks.h."""
 
 # ---------------------------------------------------------------- the store
 
@@ -67,7 +67,7 @@ ANSWER_S: Final = 4.0
 """Time for the process that runs ``phalanx why``; it needs half a second, and longer on a machine with busy cores."""
 
 LATE_S: Final = 5.0
-"""Longest time between the deadline of a call and its end."""
+"""Longest time by which a call may end after its deadline."""
 
 HOOKS_S: Final = 60.0
 """How long a thread waits for abort hooks that run in another thread, before it raises without waiting further."""
@@ -108,8 +108,8 @@ KEEPALIVE_S: Final = 1
 """Idle time after which a kernel probes a connection, in whole seconds: the shortest that Linux allows."""
 
 LEAST_SILENCE_S: Final = 0.25
-"""Shortest silence that may count as a lost connection; during a shorter one, an acknowledgement may merely be delayed
-or retransmitted."""
+"""Shortest silence that may count as a lost connection; during a shorter silence, an acknowledgement may merely be
+delayed or retransmitted."""
 
 MAIL_LOOK_S: Final = 0.1
 """Limit on one read of the mailbox, however many senders have connected."""

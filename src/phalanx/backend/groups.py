@@ -102,7 +102,7 @@ def _begin() -> None:
     attached.listen()  # lets a debugger attach; a rank that the launcher forked listens already
     keep_from_compiler(*CLASSES)
     if HAS_PYTHON_BACKENDS:
-        count_exchanges(num_exchanges)  # not before torch 2.14, where some C++ calls bypass us
+        count_exchanges(num_exchanges)  # in older torch, some C++ calls would be missed: they bypass us
         if can_shrink():
             return_own_groups(lambda backend: getattr(backend, "brings", None))
     else:

@@ -8,7 +8,7 @@ ranks, so a handle also identifies one life of the group.
 the launcher that serves it, and a new process may never have been connected to it. So every process that gives out a
 handle serves a torch store until it leaves its last group. The ranks meet in the store of the lowest former rank,
 whatever the order of the handles, and the meeting is the same as for any group (`hosts/meeting.py`). Gloo uses the
-group's store instead, so Gloo can't form the new group if that store has ended with its rank.
+group's store instead, so Gloo can't form the new group if the rank that served that store has ended.
 
 The lobby costs a thread, a port and some 2 ms, once, and only in programs that ask for handles. A connection to it
 costs 0.6 ms and a look-up of the server's name. torch makes that look-up for its log, even for 127.0.0.1: torch writes
@@ -231,7 +231,7 @@ class _Lobby:
     _pid = 0  # process to which the other attributes belong
     _opened: dist.TCPStore | None = None
     _visited: tuple[Any, dist.TCPStore] | None = None
-    _of_parents: list[Any] = []  # noqa: RUF012 kept, because their threads exist only in the parent
+    _of_parents: list[Any] = []  # noqa: RUF012 kept: destroying them would wait for threads of the parent
 
     @classmethod
     def _enter(cls) -> None:

@@ -2,7 +2,7 @@
 
 **In place.** torch, wrappers and programs hold references to the group, its backend and its operations. So these
 objects stay, and get another core: `Operations.part` ends everything that runs in the old core, on this rank and the
-others, and `meet` continues with the new one. torch asks the group for its rank and size (`torch/adapters.py`).
+others, and `meet` continues with the new one. torch gets rank and size from the group (`torch/adapters.py`).
 
 **One way to meet.** The ranks meet as for any new group (`hosts/joining.py`), in the lobby of one of them (`handles`).
 A mistake in the list itself is visible to every rank, so all ranks raise before anything is touched. Other mistakes are

@@ -77,7 +77,7 @@ class Arguments(Buffers):
         return self._tensor(tensors[0])
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, torch.Tensor):  # only from a `Communicator`: torch's own front end checks this
+        if not isinstance(tensor, torch.Tensor):  # torch's front end checks this itself, a `Communicator` does not
             raise TypeError(f"{self.where()} takes tensors, got {type(tensor).__name__}")
         return tensor
 
@@ -85,8 +85,8 @@ class Arguments(Buffers):
         """Check the call's root, a rank of the group; the error uses the name of the caller's argument."""
         if 0 <= root < self.ranks.size:
             return root
-        # In a group of all ranks, the caller may have passed `src`. In a smaller group, torch has already translated
-        # `src` into the rank in the group.
+        # In a group of all ranks, torch passes `src` on unchecked. In a smaller group, torch itself checks `src` and
+        # translates it into the rank in the group, so only `group_src` can be wrong here.
         is_world = not dist.is_initialized() or self.ranks.size == dist.get_world_size()
         name = root_name(self.op) if is_world else f"group_{root_name(self.op)}"
         raise ArgumentError(f"{self.where()}: {name} must lie in [0, {self.ranks.size}), got {root}")
@@ -108,7 +108,7 @@ class Arguments(Buffers):
         return tensors
 
     def of_root(self, lists: list[Tensors], like: torch.Tensor, *, is_root: bool) -> Tensors:
-        """Check the list that only the root of a gather or scatter passes; return it, or an empty list elsewhere."""
+        """Check the list that only the root of a gather or scatter passes; return it, or [] on other ranks."""
         name = f"{self.op}_list"
         is_given = len(lists) == 1 and (is_root or bool(lists[0]))  # under torchcomms, other ranks pass an empty list
         if is_root != is_given:
@@ -163,7 +163,7 @@ class Arguments(Buffers):
         return tensor.numel() // self.ranks.size
 
     def splits(self, name: str, tensor: torch.Tensor, sizes: list[int]) -> list[int]:
-        """Return the number of elements for each rank. `sizes` counts rows of dimension 0; if empty, divide evenly."""
+        """Return each rank's number of elements. `sizes` are rows of dimension 0; if empty, ranks get equally many."""
         if not sizes:
             return [self.even(tensor)] * self.ranks.size
         rows = tensor.shape[0] if tensor.dim() else 1
@@ -206,7 +206,7 @@ def describe(tensor: torch.Tensor) -> str:
 
 
 def different_counts(tensors: Tensors) -> list[int] | None:
-    """Return the number of elements in each tensor; None if all are equal."""
+    """Return the number of elements in each tensor; None if all numbers are equal."""
     counts = [tensor.numel() for tensor in tensors]
     return counts if counts.count(counts[0]) < len(counts) else None
 

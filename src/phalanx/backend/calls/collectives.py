@@ -5,10 +5,10 @@ returns None; any other call returns a :class:`PhalanxWork`. Ranks are numbers i
 
 **Two ways into the core.** `run_plain` takes the tensors themselves: one native call checks that they are plain, alike
 and disjoint, and runs the collective. If anything is unusual (a tensor that is not plain, blocks that differ, an
-overlap, a factor, a mistake), `run_plain` does nothing and returns False. Then `arguments` checks closely, makes copies
-where needed and explains mistakes, and `run` passes a `Call` (operation, dtype, count, root, reduce operation, split
-sizes) and addresses to the core. Only this second way is taken by asynchronous calls (which must keep their tensors
-alive), by calls under a profiler, and by groups that span several hosts.
+overlap, a PREMUL_SUM, a mistake), `run_plain` does nothing and returns False. Then `arguments` checks closely, makes
+copies where needed and explains mistakes, and `run` passes a `Call` (operation, dtype, count, root, reduce operation,
+split sizes) and addresses to the core. Asynchronous calls (which must keep their tensors alive), calls under a profiler
+and groups that span several hosts use only this second way.
 
 **Semantics.** PREMUL_SUM multiplies in the tensor's dtype before the sum, as NCCL does. For bool, SUM and MAX are
 `or`, PRODUCT and MIN are `and`. AVG of integers truncates towards zero; AVG of bool is an error. Sparse tensors are
@@ -69,7 +69,7 @@ class Collectives:
         ranks: Ranks of the group.
 
     Attributes:
-        title: Name of the backend that programs see: ``gloo`` where phalanx replaces Gloo.
+        title: Name that programs see for the backend; ``gloo`` where phalanx replaces Gloo.
         num_barriers: Number of barriers that this rank has called in the group.
     """
 
@@ -101,7 +101,7 @@ class Collectives:
         return self._core.run_plain(kind, ins, outs, root, kernel, code, opts.timeout)
 
     def _profiled(self, op: str, inputs: Tensors, settle: Settle | None = None) -> Settle:
-        """Open a profiler event under the backend's name; return a function that calls `settle` and closes it."""
+        """Open a profiler event under the backend's name; return a function that calls `settle` and ends the event."""
         return profiled(f"{self.title}:{op}", inputs, settle)
 
     def _run(

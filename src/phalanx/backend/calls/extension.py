@@ -134,7 +134,7 @@ class Extended:
         return value
 
     def _longer(self, timeout: Any) -> Any:
-        """Return a call's own timeout, extended. Zero or less means the group's, which is extended already."""
+        """Return a call's own timeout, extended. Zero or less means the group's timeout, which is extended already."""
         if not isinstance(timeout, timedelta):
             return timeout + self._by_s if timeout > 0 else timeout
         if timeout <= timedelta(0):

@@ -67,14 +67,14 @@ class Flight:
     def keep_after(self, error: BaseException, memory: object) -> None:
         """Keep the tensors of an operation whose start raised `error`, if the operation may be running nevertheless.
 
-        They are kept until this rank leaves the group. If the core refused the operation, it is not running. If a
-        signal handler raised the error, the operation may already have started.
+        The tensors are kept until this rank leaves the group. If the core refused the operation, it is not running. If
+        a signal handler raised the error, the operation may already have started.
         """
         if not isinstance(error, PhalanxError):
             self._kept.append(memory)
 
     def _look(self, works: OrderedDict[PhalanxWork, None]) -> None:
-        """Check the next few works, because there may be thousands, and drop those that are finished."""
+        """Drop the finished works among the next few; checking all would be slow, because there may be thousands."""
         with contextlib.suppress(KeyError):  # another thread may have taken the last work
             for _ in range(min(_NUM_LOOKS, len(works))):
                 other, _none = works.popitem(last=False)

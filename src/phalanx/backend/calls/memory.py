@@ -84,7 +84,7 @@ class Buffers:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def where(self) -> str:
-        """Return ``rank 3: all_reduce at train.py:31``."""
+        """Return the start of messages, such as ``rank 3: all_reduce at train.py:31``."""
         site = call_site()
         return f"rank {self.ranks.global_ranks[self.ranks.rank]}: {self.op}" + f" at {site}" * bool(site)
 

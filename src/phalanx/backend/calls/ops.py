@@ -32,7 +32,7 @@ from phalanx.record.sites import call_site
 from phalanx.rendezvous.launched import note_progress
 
 _WRAPPED = timedelta(days=-100_000)  # a timeout below this was too large for C++ (timedelta.max) and wrapped around
-_TO_BEGIN = 32  # collectives; no training run makes more before its first step, to compare models and send weights
+_TO_BEGIN = 32  # collectives; the most that a run needs before its first step, to compare models and send weights
 _ABORTED = "abort() was called"
 _AVG = ReduceOp(RedOpType.AVG)
 
@@ -301,11 +301,11 @@ class Operations(Collectives):
 
     @property
     def is_failed(self) -> bool:
-        """Whether a rank has ended the group, perhaps without any operation of this rank having failed yet."""
+        """Whether a rank has ended the group, even if no operation of this rank has failed yet."""
         return self.abort_hooks.failure is not None or self._core.told
 
     def memory_stats(self) -> dict[str, int]:
-        """Return the size of this host's segment, which several groups may share: bytes in memory and bytes mapped."""
+        """Return the bytes of this host's segment in memory and mapped; several groups may share the segment."""
         if self._segment is None:
             return {"segment_bytes": 0, "segment_bytes_mapped": 0}
         status = os.fstat(self._segment.fd)
@@ -317,13 +317,13 @@ class Operations(Collectives):
 
     @property
     def num_exchanges(self) -> int:
-        """Number of collectives with data and of messages that this rank has begun in the group."""
+        """Number of messages and of collectives with data that this rank has begun in the group."""
         if isinstance(self._core, Absent):
             return self._num_exchanges
         return self._num_exchanges + self._core.seq - self.num_barriers + self.num_messages
 
     def note_progress(self) -> None:
-        """Tell the launcher if this rank is past the start of training, because a restart is then worthwhile."""
+        """Once this rank is past the start of training, tell the launcher, because a restart is then worthwhile."""
         if not isinstance(self._core, Absent) and self._core.seq > _TO_BEGIN:
             note_progress(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
 

@@ -1,4 +1,4 @@
-"""Runs the operations of a group that spans several hosts, in the order of the calls; handles are like the core's."""
+"""Runs the operations of a group that spans several hosts, in the order of the calls, with handles like the core's."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Task:
         check: Function that raises if a wait of the calling thread for the operation could never end.
 
     Attributes:
-        keep: Tensors that an engine may read and write for this operation. The thread that runs it holds the task, and
-            so the tensors, until the engine has returned, even if the operation has already been declared over.
+        keep: Tensors that an engine may read and write for this operation. The thread that runs the operation holds the
+            task, and so the tensors, until the engine has returned, even if the operation was declared over before.
     """
 
     keep: object = None
@@ -143,7 +143,7 @@ class Watch(_Thread):
 
 
 class Tasks(_Thread):
-    """Runs operations one after the other on a thread that starts with the first one.
+    """Runs operations one after the other on a thread that starts with the first operation.
 
     Args:
         name: Name of the thread.
@@ -154,13 +154,13 @@ class Tasks(_Thread):
         super().__init__(name)
         self._check = check
         self._queue: deque[tuple[Task, Callable[[], Any]]] = deque()
-        self._runner: int | None = None  # thread that runs an operation; a lock could not say which one holds it
+        self._runner: int | None = None  # thread that runs an operation; a lock could not say which thread holds it
         self._waiting: set[int] = set()  # threads that wait for an operation
         self._num_pending = 0
         self.current: Task | None = None  # the task that the thread runs
 
     def begin_here(self) -> bool:
-        """Let the caller run an operation until `end_here` if no other is running or queued; return whether it may."""
+        """If no operation is running or queued, let the caller run one until `end_here`; return whether it may."""
         with self._changed:
             if self._is_closed or not self.is_idle:
                 return False

@@ -1,6 +1,6 @@
 """Handles of running operations, and the threads that fulfil their futures.
 
-A handle drops the core and keeps only the outcome once its operation is over or this rank has left the group, so a
+Once its operation is over or this rank has left the group, a handle drops the core and keeps only the outcome, so a
 forgotten handle keeps no group alive. The threads that fulfil futures end with the last group.
 ``csrc/process/parking.h`` explains how such threads survive the end of the interpreter.
 """
@@ -213,7 +213,7 @@ class PhalanxWork(Work):
             is_forked = self._num_forks != _num_forks  # the thread that holds the lock may exist only in the parent
             with contextlib.nullcontext() if is_forked else self._lock:
                 if self._settle is not None:
-                    self._settle()  # a signal handler that interrupts this call repeats it
+                    self._settle()  # may run twice: a signal handler that interrupts this call may finish the work, too
                     self._settle = None
         self._keep = None
         release = self._release

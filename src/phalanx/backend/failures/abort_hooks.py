@@ -7,8 +7,8 @@ rank's own ``abort()``. A second thread that meets the failure waits for the hoo
 end the process. The other ranks do not wait for the hooks: within a host, the core publishes the failure in shared
 memory before Python learns of it.
 
-A failure that the core reports names the group but does not refer to its objects. So the hooks of a group are looked up
-by its name, as `core_failures` looks up the members of groups on several hosts.
+A failure that the core reports names the group but does not refer to its Python objects. So the hooks of a group are
+looked up by its name, as `core_failures` looks up the members of groups on several hosts.
 """
 
 from __future__ import annotations

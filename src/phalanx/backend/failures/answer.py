@@ -42,7 +42,7 @@ def _key(failure: Failure) -> tuple[str, str, int]:
 
 
 def is_first(failure: Failure) -> bool:
-    """Whether this rank is the lowest waiting one; True for all groups but the default one, where this is unknown."""
+    """Whether this rank is the lowest waiting one; True if that is unknown, as in all groups but the default one."""
     return failure.group != "default" or set(range(failure.rank)) <= set(failure.ranks)
 
 

@@ -20,9 +20,9 @@ _bridged: weakref.WeakValueDictionary[tuple[int, str], Members] = weakref.WeakVa
 
 
 def note_bridged(members: Members) -> None:
-    """For a group on several hosts: add hosts to the core's failures and to its stall reports about messages.
+    """From now on, add the hosts of a group to the core's failures and to the core's stall reports about messages.
 
-    The core's stall reports about collectives are dropped, because the group itself makes them.
+    The core's stall reports about collectives are dropped, because a group on several hosts reports these itself.
     """
     _bridged[os.getpid(), members.group] = members
 

@@ -55,7 +55,7 @@ class Members:
         return self._located(Peer(rank=number))
 
     def describe(self, rank: int) -> str:
-        """Return ``rank 3 (pid 123) on host b``."""
+        """Return the text that names a rank, such as ``rank 3 (pid 123) on host b``."""
         return describe(self.peer(rank))
 
     def whole_hosts(self, ranks: Sequence[int]) -> tuple[str, ...]:

@@ -145,7 +145,7 @@ def join_call(group: str, op: str = "join") -> str:
 
 
 def root_name(op: str) -> str:
-    """Return the argument that names the one rank of an operation: ``src`` or ``dst``."""
+    """Return the name of the argument that gives an operation's root: ``src`` or ``dst``."""
     return "src" if op in ("broadcast", "scatter", "recv") else "dst"
 
 
@@ -339,10 +339,10 @@ def _rank_missing(failure: Failure) -> str:
 
 
 def _advice(failure: Failure) -> str:
-    """Return what to do about ranks that did not come within the timeout."""
+    """Return what to do about ranks that did not arrive within the timeout."""
     if failure.op == "wait_signal":
         return _NO_SIGNAL
-    # If all of them wait in new_group, the rank for which they wait there is among those that wait here.
+    # If all missing ranks wait in new_group, they wait there for one of the ranks that wait here.
     makes_group = failure.standings and all(stand.waits_in.startswith("new_group") for stand in failure.standings)
     return _NEW_GROUP if makes_group else _LATER
 

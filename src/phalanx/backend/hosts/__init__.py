@@ -1,4 +1,4 @@
-"""Groups whose ranks are on several hosts: how they form, which bytes cross, and how they end.
+"""Groups whose ranks are on several hosts: how they form, which bytes pass between hosts, and how they end.
 
 Start with `joining`, which forms every group, then `bridged`, then `steps`. The bytes travel through an existing
 engine, Gloo or MPI (`channels`). Such a group has the same methods as the core's group, so its callers are the same on

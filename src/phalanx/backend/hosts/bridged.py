@@ -101,7 +101,7 @@ class BridgedGroup:
         return self.ended or self._failures.is_ended_elsewhere()
 
     def run_plain(self, *args: object) -> bool:
-        """Return False: unlike the core's, this group has no shortcut for plain calls."""
+        """Return False: unlike a group of the core, this group has no shortcut for plain calls."""
         return False
 
     def send_plain(self, *args: object) -> None:
@@ -212,7 +212,7 @@ class BridgedGroup:
         return True
 
     def _look_unless_ended(self) -> None:
-        if (running := self._current) is not None and not self._failures.ended:  # after its end, waits end on their own
+        if (running := self._current) is not None and not self._failures.ended:  # an ended group's waits end anyway
             running.look()
 
     # ---- messages and life -----------------------------------------------------------------------------------------
@@ -249,9 +249,9 @@ class BridgedGroup:
     def _release(self) -> bool:
         """Free the engine's threads, connections and memory, even if references remain.
 
-        Return False if the engine is busy: while a call in another thread uses it, possibly for ever, because Gloo may
-        never end a receive that a lost connection has interrupted. `leave` retries a busy engine the next time this
-        process leaves a group.
+        Return False if the engine is busy because a call in another thread still uses it. It may stay busy for ever,
+        because Gloo may never end a receive that a lost connection has interrupted. `leave` tries again the next time
+        this process leaves a group.
         """
         is_quiet = self._tasks.is_idle and self._tasks.is_over and self._landings.is_over and self._messages.is_over
         if not is_quiet or not self._failures.release():

@@ -109,8 +109,7 @@ class _Mpi:
 class _Gloo:
     """Connects ranks through Gloo, once each has proved that it reaches the others.
 
-    Gloo must not fail to connect: it would free connections that a late peer can still use, and the process would
-    crash.
+    If Gloo failed to connect, it would free connections that a late peer can still use, and the process would crash.
     """
 
     def __init__(self, meeting: Meeting, members: Members, address: str, silence_s: float) -> None:

@@ -87,7 +87,7 @@ class Channel(Protocol):
 
 
 class _GlooHandle:
-    """A handle of Gloo, which drops Gloo's own work when its channel is destroyed.
+    """A handle for Gloo's work. It drops the work when the channel is destroyed.
 
     So a reference to the handle, such as one in a traceback, keeps no connection open.
     """
@@ -110,8 +110,8 @@ class _GlooHandle:
 class GlooChannel:
     """Gloo over TCP. Its connections are watched and closed from outside, which Gloo itself can't do.
 
-    If a connection ends in the middle of a message, Gloo forgets the receive, and a wait for it lasts until its
-    timeout.
+    If a connection ends in the middle of a message, Gloo forgets the receive, and a wait for this receive lasts until
+    the timeout.
 
     Args:
         store: Store for this channel alone.
@@ -119,7 +119,7 @@ class GlooChannel:
         ranks: The channel's ranks, in the channel's order, each by its number in the group.
         address: Address at which the other ranks reach this one.
         timeout_s: Seconds allowed for connecting.
-        silence_s: A connection counts as lost if the peer's kernel has not answered for this many seconds.
+        silence_s: Seconds without an answer of the peer's kernel after which a connection counts as lost.
 
     Attributes:
         address: The argument `address`.
@@ -237,7 +237,7 @@ def _let_go() -> None:
     with open(os.devnull) as nothing:
         for inode, fd in sockets():
             if inode in inodes:
-                # Not closed, because the engine may later close this number, which must not be another file's by then.
+                # Not closed: the engine may later close this number, which by then must not belong to another file.
                 os.dup2(nothing.fileno(), fd, inheritable=False)
 
 

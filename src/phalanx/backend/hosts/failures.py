@@ -91,7 +91,7 @@ class Failures:
     def _notice(self, rank: int) -> None:
         """End the group because the connection to `rank` has ended, unless that rank left normally.
 
-        If `rank` is -1 (connections can't be watched), end the group if another rank has ended it.
+        If `rank` is -1 (connections can't be watched), end the group here if another rank has ended it.
         """
         if self._has_ended or (rank < 0 and not self._is_told()):
             return
@@ -153,7 +153,8 @@ class Failures:
             site: Line of its call.
             call: Call that this rank has made; None for a message.
         """
-        # A rank writes its failure before it closes a connection or ends the core group. So look for a failure first.
+        # A rank writes its failure before it closes a connection or ends the core group. So if this may have caused the
+        # error, look for a written failure first.
         is_consequence = isinstance(error, RuntimeError) and not isinstance(error, PhalanxError)
         shared = self._end(
             lambda: self._cause_of(error, op, seq, site, call),
@@ -256,7 +257,7 @@ class Failures:
         return {rank for rank, link in self._channels[-1].links.items() if link.is_lost}
 
     def _tabulate(self, op: str, seq: int, call: MadeCall) -> Failure:
-        """Return the failure that shows the calls of all ranks that report theirs in time."""
+        """Return the failure with a table of calls, which shows the call of each rank that writes its call in time."""
         members = self.members
         calls = self.notices.calls(seq, call)
         differ = [rank for rank, one in enumerate(calls) if one.op and one.asked != call.asked]
@@ -291,14 +292,14 @@ class Failures:
         """Return the error for a call that not all ranks made in time.
 
         Args:
-            suspects: Ranks of the world to blame if no rank is missing, because all have said that they wait.
+            suspects: Ranks (of the world) that the error blames if every rank has said that it waits.
         """
         ranks = self.members.global_ranks
         absent = self._absent(seq) or [ranks.index(rank) for rank in suspects if rank in ranks]
         return self.too_late(op, seq, timeout_s, absent, "other ranks")
 
     def too_late(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> PhalanxError:
-        """Return the error for a wait that the `absent` ranks did not join; it names `others` if `absent` is empty."""
+        """Return the error for a wait that timed out: it names the ranks in `absent` or, if that is empty, `others`."""
         return error_of(self._missing(op, seq, timeout_s, absent, others))
 
     def _missing(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> Failure:
@@ -314,11 +315,11 @@ class Failures:
         return [rank for rank in others if self.notices.waits_in(rank) < seq]
 
     def is_ended_elsewhere(self) -> bool:
-        """Whether another rank has ended the group and this rank has not noticed yet."""
+        """Whether a rank has ended the group, even if this rank has not noticed yet."""
         return self._core.told or self._is_told()
 
     def _is_told(self) -> bool:
-        """Whether a rank has written why the group ended. False where closed connections already announce the end."""
+        """Whether a rank has written why the group ended. Always False if closed connections announce the end."""
         if all(channel.ends_waits for channel in self._channels):
             return False
         return self.notices.has_group_failure()

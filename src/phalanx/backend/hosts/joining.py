@@ -1,7 +1,7 @@
 """Forms a group: ranks write a hello into the store, ranks of one host map one segment, and a bridge joins the hosts.
 
 At first, the hellos only claim which ranks share a host. The first rank of each supposed host then offers a segment,
-and the other ranks prove that they are on this host by mapping the segment. A process of another user or in another
+and the other ranks prove that they are on the same host by mapping the segment. A process of another user or in another
 network namespace can't map it, and counts as a host of its own. A segment file that is too short for its contents, or
 that may still shrink, is refused before it is touched.
 """
@@ -168,7 +168,7 @@ def whoami(settings: Settings) -> dict[str, Any]:
 
 
 def _kept_segments() -> dict[str, _core.Segment]:
-    """Return the segments that this process maps, by nonce; the references keep them when other threads drop groups."""
+    """Return the segments that this process maps, by nonce; the result keeps them mapped if threads drop groups."""
     segments = [reference() for reference in _segments.valuerefs()]
     return {segment.nonce: segment for segment in segments if segment is not None}
 
@@ -216,9 +216,9 @@ def _hosts_by_word(hellos: list[dict[str, Any]]) -> list[list[int]]:
 def _place(
     segments: Mapping[str, _core.Segment], meeting: Meeting, hellos: list[dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """On rank 0: if all ranks are on one host, map a common segment and agree, allocate the group; return its place."""
+    """On rank 0: if all ranks agree, share a host and already map one segment, allocate the group; return its place."""
     shared = _shared(hellos) if len(_hosts_by_word(hellos)) == 1 else set()
-    if not shared or _disagreement(hellos, meeting):  # no rank would join the group, and so none would free its memory
+    if not shared or _disagreement(hellos, meeting):  # ranks that disagree would never join and free the memory
         return None
     nonce = min(shared)
     return {"nonce": nonce, "offset": segments[nonce].create_group(len(hellos))}

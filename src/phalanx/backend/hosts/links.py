@@ -6,7 +6,7 @@ if a process computes for an hour or is suspended in a debugger, its kernel ackn
 probes of connections that are idle or whose process reads nothing. So idle connections use the kernel's keepalive, and
 the watcher checks all connections with ``TCP_INFO`` five times in ``PHALANX_SILENCE_S``. A host counts as silent once
 its kernel has owed an answer for that long, to data sent after its last acknowledgement or to two probes. (One
-unanswered probe means nothing: a kernel answers at most two a second.)
+unanswered probe means nothing: a kernel answers at most two probes a second.)
 
 So a host that lost power or its cable is noticed even if nothing is sent, and a host that is busy or whose ranks are
 suspended does not count as lost. TCP_USER_TIMEOUT could not distinguish a suspended rank from a lost host, because the

@@ -133,7 +133,7 @@ class Mailbox:
 
 
 def post(boxes: Sequence[Sequence[Any]], message: dict[str, Any], limit_s: float) -> dict[int, str]:
-    """Leave a message in each mailbox. For each that could not be reached in time, return its index and the reason."""
+    """Leave a message in each mailbox; return the index of each that was not reached in time, and the reason."""
     deadline = time.monotonic() + limit_s
     failed = dict.fromkeys(range(len(boxes)), "no answer")
     with contextlib.ExitStack() as stack:

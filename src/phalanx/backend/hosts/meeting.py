@@ -1,13 +1,14 @@
 """The meeting of a new group: its ranks exchange what they need to know, through the store and with a deadline.
 
-**Only ranks that are present now count.** A store may hold leftovers of an earlier group, attempt or run: a `TCPStore`
-that a script keeps, a file, the store of torchrun's agent. So each rank makes a fresh token and writes it into the
-store with its hello. Each other rank answers the token in rank 0's hello, and checks every 0.1 s whether a new rank 0
-has written a new one. Rank 0 accepts only hellos that answer its own token, and writes the list of these hellos under
-that token. A rank that finds its own token in the list knows that the list is fresh. From then on, all keys of this
-"life" of the group lie under rank 0's token, including those that Gloo, a split or a breakpoint writes. A rank that
-stops waiting takes its hello back. No clock, pid or restart count is needed, because a dead rank answers no token. On
-two cores, two ranks join as fast as without tokens, and eight take up to 3.6 ms longer, out of 12 ms.
+**Only ranks that are present now count.** A store that outlives a group (a `TCPStore` that a script keeps, a file, the
+store of torchrun's agent) may hold leftovers of an earlier group, attempt or run. So each rank makes a fresh token and
+writes it into the store with its hello. Every rank but rank 0 also answers rank 0's token: it copies the token from
+rank 0's hello into its own. Every 0.1 s, it checks whether a new rank 0 has written a new token. Rank 0 accepts only
+hellos that answer its own token, and writes the list of these hellos under that token. A rank that finds its own token
+in the list knows that the list is fresh. From then on, all keys of this "life" of the group lie under rank 0's token,
+including those that Gloo, a split or a breakpoint writes. A rank that stops waiting takes its hello back. No clock, pid
+or restart count is needed, because a dead rank answers no token. On two cores, two ranks join as fast as without
+tokens, and eight take up to 3.6 ms longer, out of 12 ms.
 
 **What a hello holds.** Kernel, network and host name, process, torch version, and the segments that the rank maps.
 Rank 0 sends all hellos to all ranks, so every rank decides from the same facts. Hosts are ordered by their first rank,
@@ -20,11 +21,11 @@ limit, a setting out of range), it writes its error into the group's store. Ever
 segment or the join) looks there every 0.1 s and raises the same error. A rank that fails before the list exists writes
 the error for each rank that is present, under that rank's token, and waits up to a second for ranks that are about to
 arrive. In a reconfigure, it writes the error once for all ranks: the keys of a reconfigure belong to one uuid alone,
-and ranks that were given different handles would number each other differently.
+and ranks that were given different handles would look for each other under different numbers.
 
 The hello also holds the pid and the start time, so ranks of the same host notice and name a rank that dies before it
-has joined. They raise an error only if two checks in a row find the rank dead, because it may have written an error of
-its own just before it died.
+has joined. They raise an error only if two checks in a row find the rank dead, so that the second check can find an
+error that the rank wrote just before it died.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ _HELLO = {
     "chunk_bytes": int,
 }
 _PLACE = {"nonce": str, "offset": _natural}
-_TAKEN_BACK = "null"  # replaces a hello; not removed, because a rank that has just found its key would wait for a value
+_TAKEN_BACK = "null"  # replaces a hello; its key is not deleted, because a rank may just be about to read the value
 _SHAPES: dict[str, Shape] = {
     "hello": _HELLO,
     "came": {"hellos": [_HELLO], "place": lambda told: None if told is None else read_value(told, _PLACE)},
@@ -113,7 +114,7 @@ class Whereabouts:
         return JsonStore(_torch.get_default_store()) if self._has_store and dist.is_initialized() else None
 
     def say(self, rank: int, call: str, group: str, ranks: list[int]) -> None:
-        """Write in which call and for which group a rank waits, unless it has; with an empty `call`, take that back."""
+        """Write once in which call and for which group a rank waits; with an empty `call`, take that back."""
         if self._store is not None and self._has_said != bool(call):
             self._has_said = bool(call)
             with contextlib.suppress(StoreGoneError, StoreSilentError):
@@ -251,7 +252,7 @@ class Meeting:
         return came["hellos"], came["place"]
 
     def _hello_of(self, rank: int) -> dict[str, Any] | None:
-        """Return the hello under a rank's number, perhaps from an earlier life; None if there is no valid one."""
+        """Return the hello under a rank's number, perhaps from an earlier life; None if there is no valid hello."""
         with contextlib.suppress(GarbledError):
             told: dict[str, Any] | None = self.store.get(f"hello/{rank}", _TOKENS)
             return told
@@ -271,7 +272,8 @@ class Meeting:
     def _answer(self) -> bool | None:
         """Say hello, as the answer to the token of the present rank 0; return True once any token has been answered.
 
-        The store's thread notes what it says: if its reply is late, the next call must not say anything else.
+        The store's thread itself notes what it has written. So if its reply comes too late for this call, the next call
+        does not write anything else.
         """
 
         def answer(store: dist.Store) -> bool:
@@ -357,7 +359,7 @@ class Meeting:
         """Wait until `look` finds something. After a timeout, raise the same error as `get`."""
         most_s = shared_pause(POLL_S, self.size)
         try:
-            # Not Store.wait: it would not end when a rank fails, and TCPStore prints a warning whenever it times out.
+            # Store.wait is not used: it does not end when a rank fails, and TCPStore prints a warning at its timeout.
             found = wait_until(look, self.deadline, seldom=self.look, seldom_s=LOOK_S, most_s=most_s)
         except StoreGoneError as error:
             raise self._lost_store(error) from error
@@ -408,17 +410,17 @@ class Meeting:
         """Return the error for a rank that can't join.
 
         Args:
-            entry: Name of the explanation, which is sent to the other ranks with the error.
+            entry: Name of the error's explanation (``phalanx explain``), which the other ranks get with the error.
         """
         return error_of(self.failure("refused", ranks, detail=f"{why}{address(entry)}"))
 
     def share(self, key: str, value: Any) -> list[Any]:
-        """Share a value with all ranks of the group; return the values of all, in rank order."""
+        """Share a value with all ranks of the group; return the values of all ranks, in rank order."""
         self.set(f"{key}/{self.rank}", value)
         return [self.get(f"{key}/{r}", f"rank {other} did not answer") for r, other in enumerate(self.global_ranks)]
 
     def part(self) -> None:
-        """Prepare to raise an error that all ranks share: a rank that may serve the store waits for the others."""
+        """Prepare to raise an error that all ranks share; a rank that may serve the store waits for all others."""
         if self._has_parted:
             return
         self._has_parted = True
@@ -519,7 +521,7 @@ class Meeting:
             return
         keys = [f"0/{r}" for r in range(self.size)]
         has_gloos = self._ask(lambda: self.store.ask(lambda store: [store.check([key]) for key in keys]))
-        if not has_gloos or has_gloos[self.rank]:  # this rank's is there, too: all are left from an earlier Gloo group
+        if not has_gloos or has_gloos[self.rank]:  # this rank's, too: they are from an earlier Gloo group
             return
         here = self._ask(self._here)
         ranks = [g for r, g in enumerate(self.global_ranks) if has_gloos[r] and here is not None and r not in here]
@@ -538,8 +540,8 @@ class Meeting:
     def _ended_by_launch(self) -> dict[int, Failure]:
         """Return the ranks that have not said hello and whose end the launcher has noted.
 
-        Only processes that are known to be members count: a group may also have members from outside the launcher's
-        job, whose ranks have other numbers there.
+        Only processes that are known to be members count: if the group has members from outside the launcher's job, a
+        number may stand for different processes in the group and in the job.
         """
         ended = {}
         launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, "")) if self.processes else None
@@ -612,7 +614,7 @@ class Meeting:
 
     def _lost_store(self, error: Exception) -> PhalanxError:
         """Return the error for a store that is gone, or raise RankFailed if the rank that served it is found dead."""
-        # Other ranks also end because the store is gone; before all have arrived, only rank 0 may have served it.
+        # Other ranks also end because the store is gone. Before all have arrived, only a dead rank 0 explains that.
         if self.op == "join" and not self.life:
             self.watches = {rank: watch for rank, watch in self.watches.items() if self.global_ranks[rank] == 0}
         wait_until(self.look, time.monotonic() + NOTE_S)

@@ -102,7 +102,7 @@ class Messages:
         self._outgoing: dict[int, deque[_Message]] = {}
         self._receiving: set[int] = set()
         self._moving: dict[int, _Message] = {}  # messages being received, by sender
-        self._from_here = _core.Completions()  # numbers of the receives from any rank that are over in the core
+        self._from_here = _core.Completions()  # numbers of finished receives from any rank, pushed by the core
         self._expected: dict[int, _Message] = {}
         self._numbers = itertools.count()
         self._threads: list[threading.Thread] = []
@@ -400,7 +400,7 @@ class Messages:
             self._fail(message, RuntimeError("the group has ended"))
 
     def _may_come(self, message: _Message) -> bool:
-        """Whether the message of a receive may still arrive: from a live rank, or unread from a lost connection."""
+        """Whether a receive from any rank may still get a message: from this host, or over a connection in use."""
         return message.here is not None or bool(self._receiving)
 
     def _fail(self, message: _Message, error: BaseException) -> None:

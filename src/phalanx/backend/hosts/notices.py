@@ -1,4 +1,4 @@
-"""Notices between ranks on several hosts, about the end of their group: in the group's store, or else by mail."""
+"""Notices between ranks on several hosts, about their calls and the group's end: in the store, or else by mail."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Notices:
         self._write(f"waits/{self._members.rank}", seq)
 
     def waits_in(self, rank: int) -> int:
-        """Return the number of the last call in which a rank has written that it waits; 0 if there is none."""
+        """Return the number of the last call that a rank has said it waits in; 0 if it has said none."""
         return self._read(f"waits/{rank}", int) or 0
 
     # ---- store and mailboxes ---------------------------------------------------------------------------------------
@@ -186,4 +186,4 @@ def _own_connection(store: Store) -> JsonStore:
     except StoreSilentError:
         return shared
     finally:
-        shared.close()  # ends the thread of `shared`, unless this thread still waits for the store
+        shared.close()  # ends the thread of `shared`, unless that thread still waits for the store

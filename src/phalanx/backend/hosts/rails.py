@@ -48,7 +48,7 @@ class Span(NamedTuple):
 
 
 class Buffers:
-    """Scratch memory for the steps of a call, which is kept for the next call."""
+    """Scratch memory for the steps of a call, kept for later calls."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
@@ -104,7 +104,7 @@ class Rail:
         running.has_agreed = True
 
     def swap(self, running: Running, sends: Sequence[Span], recvs: Sequence[Span]) -> None:
-        """Exchange bytes with each other host: one span per host; this host's own span is ignored."""
+        """Exchange bytes with every other host: one span per host; this host's own span is ignored."""
         largest = max(max(sends[h].size, recvs[h].size) for h in self._others)
         if not running.has_agreed and largest <= INLINE_BYTES:
             self.agree(running, sends, recvs)
@@ -136,7 +136,7 @@ class Rail:
         _core.reduce_buffers(mine.address, addresses, running.dtype, kernel, mine.size // running.item)
 
     def _spans(self, size: int) -> list[Span]:
-        """Return scratch memory for a message of `size` bytes from each other host."""
+        """Return scratch memory for a message of `size` bytes from every other host."""
         room = self._buffers.span("theirs", len(self._others) * size)
         places = (h - (h > self._host) for h in range(self._num_hosts))
         return [room.part(place * size, (place + 1) * size) for place in places]

@@ -2,11 +2,12 @@
 
 **Every wait ends by the deadline of its call, whatever else happens.** An engine may never finish an operation that a
 lost connection has interrupted. Gloo has no abort that ends a wait: its operations end when a connection ends, or at
-their timeout, after which the connections are unusable. A receive that is interrupted in the middle never ends, because
-Gloo has removed it from its lists and does not report an error for it. So the caller's thread waits in slices of 0.1 s.
-Between slices, it calls `Running.look`, which raises once the group has ended or the call is late. Waits that can't be
-sliced, such as those for messages, run on a thread that may be abandoned. If no thread waits for an operation, such as
-a receive with a future, the thread that ends the group makes it fail. The core itself ends its waits at the deadline.
+their timeout, after which the connections are unusable. But a receive that is interrupted in the middle never ends,
+because Gloo has removed it from its lists and does not report an error for it. So the caller's thread waits in slices
+of 0.1 s. Between slices, it calls `Running.look`, which raises once the group has ended or the call is late. Waits that
+can't be sliced, such as those for messages, run on a thread that may be abandoned. If no thread waits for an operation,
+such as a receive with a future, the thread that ends the group makes it fail. The core itself ends its waits at the
+deadline.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class Running:
         return self.landings.submit(lambda: [handle.wait(limit) for handle in handles], keep=self.task)
 
     def wait_landed(self, landing: Task) -> None:
-        """Wait for the messages for which `land` has started a wait; look at intervals, as `wait` does."""
+        """Wait for the messages of `landing`, which `land` has returned; at intervals, check as `wait` does."""
         while not landing.wait(LOOK_S):
             self.look()
         error = landing.error()
@@ -154,7 +155,7 @@ class Running:
             self.failures.report_stall(self.op, self.seq, self.line(), waited_s, self.timeout_s)
 
     def look_from_outside(self) -> None:
-        """End the call once it is long overdue, because the engine may block the thread that runs it for ever.
+        """End the call once it is long overdue, because the engine may for ever block the thread that runs the call.
 
         This is called by the thread that waits for the task of this call.
         """

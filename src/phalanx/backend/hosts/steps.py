@@ -207,7 +207,7 @@ class Steps:
         self._share(running, message, bounds, is_whole=is_small)
 
     def _average(self, running: Running, kernel: int) -> tuple[int, Callable[[Span], object]]:
-        """Return the kernel for the steps of a reduction, and a function that turns their result into the final one.
+        """Return the kernel for the steps of a reduction, and a function that turns the steps' result into the call's.
 
         If all hosts have equally many ranks, the hosts' averages are averaged, which keeps half-precision values in
         range.

@@ -3,15 +3,15 @@
 Python callers (``dist.all_reduce``) go to the ``ProcessGroup``. C++ callers (the dispatcher, and with it profilers,
 hooks and the Flight Recorder) go to the ``Backend`` that is registered on the group.
 
-torch >= 2.14: :class:`PhalanxBackend` is the backend. :class:`PhalanxGroup` stands in front of it because torch wraps
-the Work that a Python backend returns in one whose ``is_completed()`` is always false and whose ``_source_rank()``
-raises, so ``dist.recv()`` from any source could not work. The group returns the real Work, and saves some 5 us when
-there is no hook, profiler, dispatch mode or debug wrapper. Older torch: a Python class can only be a ``ProcessGroup``,
-so :class:`PhalanxGroup` runs the operations itself, and contains a Gloo backend for code that asks for a backend
-(FSDP2, DCP) and for the few C++ calls that cannot reach Python.
+torch >= 2.14: :class:`PhalanxBackend` is the backend. :class:`PhalanxGroup` stands in front of it, because torch puts a
+wrapper around the Work of a Python backend. The wrapper's ``is_completed()`` is always false, and its
+``_source_rank()`` raises, so ``dist.recv()`` from any source could not work. The group returns the real Work, and saves
+some 5 us when there is no hook, profiler, dispatch mode or debug wrapper. Older torch: a Python class can only be a
+``ProcessGroup``, so :class:`PhalanxGroup` runs the operations itself, and contains a Gloo backend for code that asks
+for a backend (FSDP2, DCP) and for the few C++ calls that cannot reach Python.
 
-torch's Flight Recorder is on only if ``TORCH_FR_BUFFER_SIZE`` is set. torch 2.15 would turn it on by default, which
-costs a Python backend about 10 us per operation; our black box holds the same facts.
+torch's Flight Recorder sees our calls only if ``TORCH_FR_BUFFER_SIZE`` is set. torch 2.15 turns the recorder on by
+default, but it costs a Python backend about 10 us per operation, and our black box holds the same facts.
 
 Before torch 2.14, `dist.monitored_barrier` refuses every backend that is not named gloo, so `groups` wraps it there.
 
@@ -169,7 +169,7 @@ class _Common:
     def allocate_tensor(
         self, size: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> torch.Tensor:
-        """Return an uninitialised CPU tensor of shape ``(size,)`` in memory that the ranks of this host can map."""
+        """Return an uninitialized CPU tensor of shape ``(size,)`` in memory that the ranks of this host can map."""
         ranks = self._operations.ranks
         return allocate_tensor(size, dtype=dtype, device=device, rank=ranks.global_ranks[ranks.rank])
 
@@ -222,7 +222,7 @@ class _OfBackends(_Common):
 
     def shutdown(self) -> None:
         self._operations.shutdown()
-        let_go(self._operations)  # for a group made for torch's C++ code, which shuts down only this backend
+        let_go(self._operations)  # torch's C++ code shuts down only the backend of a group that it has made
 
     def merge(self, store: Store, opts: Any, rank: int, size: int) -> Any:
         """Return the backend of a group of the `size` ranks, perhaps from several jobs, that pass the same store."""
@@ -236,7 +236,7 @@ class _OfBackends(_Common):
         return SimpleNamespace(finalize=lambda: None)
 
     def memory_stats(self) -> dict[str, int]:
-        """Return the size of the shared memory of these ranks' groups on this host: bytes in memory, bytes mapped."""
+        """Return the bytes of this host's segment in memory and mapped; several groups may share the segment."""
         return self._operations.memory_stats()
 
     _start_time_estimate = refused("_start_time_estimate", _TIME_IT)
@@ -372,7 +372,7 @@ class PhalanxGroup(_Common, ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)
         if hasattr(ProcessGroup, "set_timeout"):  # exists from torch 2.15 on
-            limit = timedelta(seconds=_env.seconds("timeout", timeout))  # bounded: longer ones overflow in C++
+            limit = timedelta(seconds=_env.seconds("timeout", timeout))  # bounded: a longer timeout overflows in C++
             ProcessGroup.set_timeout(self, limit)  # sets it for the backends of other devices, too
 
     def split_group(
@@ -442,8 +442,8 @@ class PhalanxGroup(_Common, ProcessGroup):
     recv = entry_point(RECV)
     recv_anysource = entry_point(RECV_ANYSOURCE)
 
-    # Before 2.14, these older names must be implemented, too. Newer torch maps them to the names above on its own; a
-    # method that is defined here would then be called again from the base method.
+    # Before 2.14, these older names must be implemented, too. Newer torch maps them to the names above on its own; if
+    # they were defined there as well, torch's base methods would call them again.
     if not HAS_PYTHON_BACKENDS:
         _allgather_base = entry_point(ALL_GATHER_SINGLE._replace(name="_allgather_base"))
         allgather_into_tensor_coalesced = entry_point(
@@ -473,7 +473,7 @@ def _described(group: PhalanxGroup, desc: str) -> PhalanxGroup:
 
 
 class InnerGloo(_OfBackends, c10d.ProcessGroupGloo):
-    """The backend of a group before torch 2.14: Gloo, except for the methods that the group answers in Python."""
+    """The backend of a group before torch 2.14: Gloo, except for the methods that are implemented in Python."""
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         super()._set_default_timeout(timeout)
@@ -571,7 +571,7 @@ if HAS_PYTHON_BACKENDS:
         def supports_time_estimate(self) -> bool:
             return False  # torch's default would call this method again, endlessly
 
-        _supports_time_estimate = supports_time_estimate  # torch 2.14 has no underscore
+        _supports_time_estimate = supports_time_estimate  # torch 2.14 uses the name without the underscore
 
         def start_coalescing(self) -> None:
             self._operations.start_coalescing()

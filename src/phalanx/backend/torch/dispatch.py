@@ -26,7 +26,7 @@ class Operation(NamedTuple):
 
     Attributes:
         name: Name of the method in torch.
-        run: Method of `Operations` that runs it.
+        run: Method of `Operations` that runs the operation.
         num_args: Number of arguments before the options.
         options: Class of the options; None if the operation has no options.
         is_led_here: Whether torch's dispatcher passes this operation to a Python backend. If not, the operation always
@@ -112,7 +112,7 @@ _FROM_LISTS = ("scatter", "reduce_scatter")
 
 
 _issued = threading.local()
-"""By thread: the works that the backend has returned in a call through torch's dispatcher, which wraps works."""
+"""Works, by thread, that the backend returns during a call through torch's dispatcher; torch wraps them."""
 
 
 def direct(run: Callable[..., Any], operations: Operations, args: tuple[Any, ...]) -> object:
@@ -200,7 +200,7 @@ def backend_method(operation: Operation) -> Any:
         if options is not None and len(args) != num_args + 1:  # from Python; the dispatcher passes all arguments
             args = complete(operation, args, named)
         with torch.DisableTorchFunctionSubclass():
-            # A blocking operation returns no work, but the Flight Recorder needs one to see that it is over.
+            # A blocking operation returns no work, but the Flight Recorder needs one to see that the operation is over.
             work = run(self._operations, *args) or finished([])
         if (works := getattr(_issued, "works", None)) is not None:
             works.append(work)

@@ -19,7 +19,7 @@ from phalanx._errors import ArgumentError
 from phalanx.backend.calls.ops import Operations
 
 _OFFICE = "mergeGroupRank"
-"""Key under which torch counts the ranks that have called for a merged group, to number them in this order."""
+"""Key under which torch counts the ranks that have asked for a merged group, to number them in order of arrival."""
 
 
 class Maker:
@@ -115,5 +115,5 @@ class Maker:
             name or f"{self._operations.name}:merge",
             list(range(size)),
             timeout or self._operations.timeout,
-            processes={},  # the known processes have their ranks in the world as keys, which are no ranks of this group
+            processes={},  # the known processes are keyed by ranks in a world, which mean nothing in this group
         )

@@ -16,8 +16,8 @@ line, element, both values, and a folder with the inputs of each rank, from whic
     except phalanx.WrongResult as error:           # on every rank, from this call or from its wait()
         print(error.op, error.ranks, error.index, error.got, error.want, error.path)
 
-A wrong message raises the error on its receiver, which leaves the group; the other ranks get it at their next call.
-Failures with an error of their own, such as a mismatch or a timeout, are raised as usual.
+A wrong message raises the error on its receiver, which leaves the group; the other ranks get RankFailed at their next
+call. Failures with an error of their own, such as a mismatch or a timeout, are raised as usual.
 
 **What is compared** is the tensor that the user gets, after everything between torch and the core: copies of strided
 tensors, overlaps, handles. Gloo is never given input that it handles wrongly: it sees only contiguous memory, bools as
@@ -25,9 +25,9 @@ bytes of 0 and 1, and unsupported dtypes converted to wider ones (`oracle`). Spa
 tensors on other devices are not verified; a printed line says so. The sum of squares of `average_coalesced` is not
 verified either.
 
-**Cost.** If the variable is unset, verification costs nothing, since the classes of a group are chosen when it is made
-(`verified`). At k = 1, each call also takes the time of this call on Gloo, and more if sums differ in their last bits.
-``python -m bench.verify`` measures all three cases.
+**Cost.** If the variable is unset, verification costs nothing, since the classes of a group are chosen when the group
+is made (`verified`). At k = 1, each call also takes the time of this call on Gloo, and more if sums differ in their
+last bits. ``python -m bench.verify`` measures all three cases.
 
 Start with `proof`. `cases` knows torch's arguments, `messages` verifies messages, `reports` makes errors and files.
 Nothing here changes a result.

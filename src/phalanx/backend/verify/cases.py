@@ -312,7 +312,7 @@ class Parts:
         self._move([source], [output], lambda oracle, data: oracle.all_to_all(data, *sizes))
 
     def _split(self, tensor: torch.Tensor, rows: Sequence[int]) -> list[int]:
-        """Return the number of bytes for each rank. `rows` counts rows of dimension 0; if empty, divide evenly."""
+        """Return each rank's number of bytes. `rows` are rows of dimension 0; if empty, ranks get equally many."""
         if not rows:
             return [tensor.nbytes // self.ranks.size] * self.ranks.size
         num_rows = tensor.shape[0] if tensor.dim() else 1

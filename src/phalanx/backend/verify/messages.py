@@ -63,7 +63,7 @@ class Messages:
     Args:
         operations: Operations of the group.
         oracle: Gloo beside the group.
-        every: One message in this many is verified, per sender and tag.
+        every: Number k; every k-th message of each sender and tag is verified.
         name: Name of the group in messages.
     """
 
@@ -73,7 +73,7 @@ class Messages:
         self._num_sent: dict[Stream, int] = {}
         self._num_received: dict[Stream, int] = {}
         self._posted: dict[int, list[Receipt]] = {}  # by tag: receives whose number is not known yet
-        self._told: dict[Stream, dict[int, torch.Tensor]] = {}  # by number: bytes read before their receive
+        self._told: dict[Stream, dict[int, torch.Tensor]] = {}  # by number: messages read while looking for a later one
         self._sending = threading.RLock()  # reentrant, like the other two: a signal handler may interrupt the holder
         self._lock = threading.RLock()
         self._receiving = threading.RLock()

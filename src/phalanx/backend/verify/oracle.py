@@ -148,7 +148,7 @@ class Oracle:
         return ""
 
     def _failure(self, op: str, why: str) -> PhalanxError:
-        """Return the error of the rank that failed, if the core knows one."""
+        """Return the core's error, which names the rank at fault; if it has none, end the group and return an error."""
         text = f"{op} could not be verified on Gloo: {why}"
         try:
             self._core.run(BARRIER, [], [], timedelta(seconds=LATE_S), None)

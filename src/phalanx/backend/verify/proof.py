@@ -73,7 +73,7 @@ class Proof:
     Args:
         operations: Operations of the group.
         oracle: Gloo beside the group.
-        every: One call in this many is verified.
+        every: Number k; every k-th call is verified.
         name: Name of the group in messages.
     """
 
@@ -90,7 +90,7 @@ class Proof:
     # ---- collectives -----------------------------------------------------------------------------------------------
 
     def collective(self, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a collective of `Operations`, and verify it if its number is a multiple of k."""
+        """Run a collective of `Operations`; verify every k-th collective."""
         if self._pending:
             self._wait_for_overlaps(args)
         self._number += 1
@@ -155,7 +155,7 @@ class Proof:
         return results[0]
 
     def _outer(self, call: Call, task: Task, work: PhalanxWork) -> PhalanxWork:
-        """Return the work of an asynchronous call, which is over when its verification is."""
+        """Return the work of an asynchronous call; the work is over once the verification is over."""
         self._pending.append((task, [t for part in call.made.parts for t in part.outputs]))
         outer = self._operations._flight.begin(task, self._wait, work._result, None, call)
         if len(work._result) == 1 and work._result[0].numel() == 1:
@@ -163,7 +163,7 @@ class Proof:
         return outer
 
     def _call(self, method: str, number: int, args: tuple[Any, ...]) -> tuple[Call | None, Any]:
-        """Copy the inputs of a call. If that fails, return the reason, since the core may refuse the call first."""
+        """Copy a call's inputs. If that fails, return the error; it is raised only if the core has none of its own."""
         made = Parts(self._ranks)
         try:
             with torch.no_grad():

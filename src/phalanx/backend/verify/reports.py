@@ -1,4 +1,4 @@
-"""Reports wrong results to the ranks and in files, and at the end how many calls were verified."""
+"""Reports wrong results, to the ranks and in files, and prints at the end how many calls were verified."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tally:
 
     Attributes:
         num_called: Number of collectives and receives.
-        num_repeated: Number of those that were repeated on Gloo.
+        num_repeated: Number of these calls that were repeated on Gloo.
         num_wrong: Number of wrong results, of any rank.
         is_begun: Whether this process will print the counts.
     """

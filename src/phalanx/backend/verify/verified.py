@@ -44,10 +44,10 @@ class VerifiedOperations(Operations):
 
         Args:
             store: Store used only for this.
-            every: One call in this many is verified.
+            every: Number k; every k-th call is verified.
             silence_s: Seconds without an answer after which a connection counts as lost.
         """
-        # Ranks that share memory also share a network namespace: a rank in another one counts as a host of its own.
+        # Ranks that share memory also share a network namespace: a rank in a different one counts as another host.
         address = getattr(self._core, "address", LOOPBACK) or outside_address()
         oracle = Oracle(self._core, store, self.ranks, address, lambda: self.timeout, silence_s)
         self.proof = Proof(self, oracle, every, self.name)
@@ -93,7 +93,7 @@ _OF_MESSAGES: dict[Any, Callable[..., Any]] = {
 
 @functools.cache
 def checked(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that runs a method of `Operations` with its verification."""
+    """Return a function that runs a method of `Operations` and verifies the result."""
     if run in _OF_MESSAGES:
         return _OF_MESSAGES[run]
 

@@ -110,7 +110,7 @@ class Pool:
             self._kept[:] = [entry for entry in self._kept if now_s <= entry[1] + KEPT_S]
 
     def _trim(self, most_bytes: int) -> None:
-        """Give back blocks, those that have been unused for longest first, until at most `most_bytes` are kept."""
+        """Give back the blocks that have been unused longest, until at most `most_bytes` are kept."""
         while sum(size for size, _, _ in self._kept) > most_bytes:
             with contextlib.suppress(IndexError):
                 del self._kept[0]
@@ -121,7 +121,7 @@ class Pool:
         self._peak_bytes = self.used_bytes
 
     def find(self, tensor: torch.Tensor) -> tuple[Block, int] | None:
-        """Return the block that holds a tensor, and the offset of the tensor's storage in it; None if none holds it.
+        """Return the block that holds a tensor, and the offset of the tensor's storage in it; None if there is none.
 
         From now on, the block counts as handed over.
         """
@@ -149,7 +149,7 @@ POOL = Pool()
 
 
 def allocates_on(device: torch.device | str | int) -> bool:
-    """Whether `allocate_tensor` hands out tensors on a device; a number stands for an accelerator."""
+    """Whether `allocate_tensor` hands out tensors on a device; False for a number, which names an accelerator."""
     name = str(device) if isinstance(device, (str, torch.device)) else ""  # torch.device refuses names unknown to it
     return name.partition(":")[0] == "cpu"
 
@@ -157,7 +157,7 @@ def allocates_on(device: torch.device | str | int) -> bool:
 def allocate_tensor(
     size: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None, rank: int = 0
 ) -> torch.Tensor:
-    """Return an uninitialised CPU tensor in memory that other ranks of this host can map.
+    """Return an uninitialized CPU tensor in memory that other ranks of this host can map.
 
     In other respects, it is an ordinary tensor. A forked child shares the tensor's memory with its parent.
 

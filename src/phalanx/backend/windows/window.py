@@ -1,7 +1,7 @@
 """Windows of torch 2.14: memory of each rank that the other ranks of its host write (`put`) and read in place.
 
 torch's ``Window`` has no constructor for Python, so `Window` here is a class of its own with the same methods and
-names; its ranks are those of the group. torch's front end, ``dist._new_window``, returns it unchanged.
+names; its ranks are those of the group. torch's front end, ``dist._new_window``, returns our window unchanged.
 
 **Registration** is collective: the ranks exchange what they offer (the address of the block that holds the tensor, its
 shape and dtype, or why they refuse), map what the others offer, and exchange whether that went well. So a mistake or a
@@ -13,7 +13,7 @@ take 1.3 to 1.5 times as long as a copy into huge pages, which the kernel does n
 (``python -m bench.interface --only put``).
 
 **Signals** are counters in a block of the host's first rank (``csrc/p2p/signals.h``). A signal makes earlier puts of
-its sender visible to the rank that has waited for it.
+its sender visible to the rank that waits for the signal.
 
 **Death**: memory stays mapped, whatever happens to its owner; the next call that names a dead rank raises RankFailed
 and ends the group, like a message.
@@ -109,10 +109,10 @@ class Window:
         self._ranks = operations.ranks  # a reconfigure gives the group other ranks
         self._rank = operations._rank
         self._tensor: torch.Tensor | None = None  # kept alive if the window owns it
-        self._views: dict[int, torch.Tensor] | None = None  # by rank of this host: its tensor
+        self._views: dict[int, torch.Tensor] | None = None  # tensor of each rank of this host
         self._flats: dict[int, torch.Tensor] = {}  # the same tensors, flattened
         self._over = finished([])  # handle of calls that are complete when they return
-        self._untouched: dict[int, Any] = {}  # mappings into which nothing was put so far
+        self._untouched: dict[int, Any] = {}  # mappings into which nothing has been put so far
         self._counters: torch.Tensor | None = None
         self._sends: dict[int, int] = {}  # addresses of counters
         self._receives: dict[int, int] = {}
@@ -359,7 +359,7 @@ class Window:
         return self._operations._flight.begin(expected, _wait_for, [], None, None)
 
     def get_attr(self, peer_rank: int) -> Any:
-        """Return torch's WindowAttr of a rank: all ranks that map its memory see the same bytes."""
+        """Return torch's WindowAttr of a rank; it says that all ranks that map the memory see the same bytes."""
         self._place("get_attr", "peer_rank", peer_rank)
         return _torch.WindowAttr()
 
@@ -440,7 +440,7 @@ class _Expected:
         """Push the number of a future once the signal has arrived. Only futures need a thread for this wait."""
 
         def wait() -> None:
-            with contextlib.suppress(Exception):  # `error()` returns it
+            with contextlib.suppress(Exception):  # `error()` returns the exception
                 self.wait(0)
             completions.push(number)
 
@@ -471,5 +471,5 @@ def new_window(operations: Operations, tensor: torch.Tensor | None = None) -> Wi
     """Return a new window of a group; register this rank's tensor in it if one is given. Every rank must call this."""
     window = Window(operations, operations.num_windows + 1)
     window._register(_NEW, tensor, True)
-    operations.num_windows += 1  # only now: after a mismatch, ranks that made another call have not counted this one
+    operations.num_windows += 1  # only now: after a mismatch, ranks that made another call have not counted a window
     return window
