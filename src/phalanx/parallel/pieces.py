@@ -158,7 +158,7 @@ def cuts(begins: Sequence[int], numels: Sequence[int], num_shards: int, cut: int
         begins: Offsets of the tensors in the buffer, in elements.
         numels: Numbers of elements of the tensors.
         num_shards: Number of shards, at least 1; the result has ``num_shards - 1`` offsets.
-        cut: A tensor may be cut at multiples of this number of elements from its start; 0: cut only between tensors.
+        cut: Number of elements; a tensor may be cut at multiples of it from its start. 0: cut only between tensors.
     """
     total = sum(numels)
     places: list[int] = []

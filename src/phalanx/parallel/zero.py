@@ -1,8 +1,8 @@
 """ZeroRedundancyOptimizer: every rank keeps and steps its shard of the optimizer's state (ZeRO stage 1).
 
-Ranks share the memory of the parameters only if `share_parameters` is set. Otherwise, if every rank of a script changed
-parameters in place, shared parameters would be changed several times. `state_dict` gathers the state, so a snapshot is
-the same on all ranks and hosts.
+Ranks share the memory of the parameters only if `share_parameters` is set, because a script in which every rank changes
+parameters in place would change shared parameters several times. `state_dict` gathers the state, so a snapshot is the
+same on all ranks and hosts.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook
             "bridge_hook(groups, PowerSGDState(groups.across), powerSGD_hook) or "
             "bridge_hook(groups, groups.across, bf16_compress_hook)"
         )
-    crossing: list[_Crossing] = []  # at most one bucket: the hook's rounds for two would interleave
+    crossing: list[_Crossing] = []  # at most one bucket: the hook's rounds for two buckets would interleave
 
     def finish() -> None:
         while crossing:

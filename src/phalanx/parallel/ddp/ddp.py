@@ -272,8 +272,9 @@ class DistributedDataParallel(nn.Module, Joinable):
     def divide_averaging(self, division: Division | None) -> None:
         """Limit averaging, from now on, to the elements of a gradient that each rank needs for a divided step.
 
-        Every rank must call this between the same backward passes. The other elements of ``.grad`` then hold the rank's
-        own gradient. The call has an effect only where the phalanx backend averages gradients on the CPUs of one host.
+        Every rank must call this between the same backward passes. Elements of ``.grad`` that a rank does not need then
+        hold its own gradient. The call has an effect only where the phalanx backend averages gradients on the CPUs of
+        one host.
 
         Args:
             division: Elements that each rank needs, and whether any rank needs all; None: all ranks need all.

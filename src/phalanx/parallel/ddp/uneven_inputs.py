@@ -1,4 +1,4 @@
-"""Finds the ranks that still have data, and adds a hint at ``join()`` to errors that ranks without data may cause."""
+"""Finds the ranks that still have data; adds a hint about ``join()`` to errors that ranks without data may cause."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_hint(error: Exception, doing: str) -> None:
         error: Error that this rank got while it waited for other ranks.
         doing: Phrase for the rank's action, which completes "rank 0 was".
     """
-    if hasattr(error, "add_note") and not isinstance(error, RankFailed):  # Python 3.11
+    if hasattr(error, "add_note") and not isinstance(error, RankFailed):  # from Python 3.11 on
         error.add_note(
             f"rank {dist.get_rank()} was {doing}. If another rank ran out of data earlier: give all ranks the same "
             "number of batches (DistributedSampler does, with pad=True or drop_last=True), or run the loop within: "

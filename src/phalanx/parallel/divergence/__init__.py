@@ -1,4 +1,4 @@
-"""Detects whether the ranks' copies of a model differ: once (`check`), or while it trains (`sentinel`).
+"""Detects whether the ranks' copies of a model differ: once (`check`), or while the model trains (`sentinel`).
 
 Start with `check`. Nothing here repairs a copy.
 """

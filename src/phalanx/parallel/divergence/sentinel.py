@@ -10,12 +10,12 @@ other tensors: the tensor that is named is the one that was corrupted.
   between two messages (the gap) changes. The length of a slice is proportional to the last gap, and a slice may
   continue into the next cycle. A cycle is planned to be shorter than ``compare_every`` by one gap or by a quarter of
   ``compare_every``, whichever is more. The message also carries the time that the slice took, and every rank gets the
-  time of the slowest rank. So all ranks choose slices of the same length, and they choose it such that comparing takes
-  0.5 % of the time.
+  time of the slowest rank. So all ranks choose slices of the same length, and they choose the length such that
+  comparing takes 0.5 % of the time.
 - Two kinds of state are left out: the optimizer's state of a divided step, because the ranks share one copy of this
   state; and buffers, because each forward pass sets them to those of rank 0. Nothing is compared if ranks have
   different instruction sets or numbers of threads, because their elementwise kernels round differently.
-- A difference is not found if it vanishes before its slice is compared, because a moving average rounds it away. Such a
+- A difference is not found if it vanishes before its slice is compared, as when a moving average rounds it away. Such a
   difference has become harmless.
 """
 
@@ -105,7 +105,7 @@ class Sentinel:
         self._at, self._offset = 0, 0  # start of the next slice: index of the entry, and byte in its tensor
         self._cycle_bytes = 0
         self._tensor_begun = step  # step after which the first piece of the tensor at `_at` was compared
-        # Tensors whose last piece the last `look` has compared, with the step after which their first was compared.
+        # Tensors whose last piece was compared in the last `look`, with the step after which their first piece was.
         self._compared: dict[str, int] = {}
         self._in_memory_order = True
         self._num_steps = 1  # number of steps between the last two looks
