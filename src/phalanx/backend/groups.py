@@ -125,9 +125,9 @@ def create_group(options: Any, backend_options: Any, *, own: str = "phalanx") ->
         own: Name of the requested backend: ``gloo`` where phalanx replaces Gloo.
 
     Returns:
-        The group; None if Gloo itself must make the group. That happens only where phalanx replaces Gloo, if the
-        program asked for Gloo only on devices other than the CPU, or for a group that awaits its ranks and that phalanx
-        does not support.
+        The group; None if Gloo itself must make the group. That happens only where phalanx replaces Gloo: if the
+        program asked for Gloo only on devices other than the CPU, or if the group awaits its ranks and phalanx does not
+        support that.
     """
     devices = _torch.devices_of_new_group(own)
     if devices.get("cpu") != own and own == GLOO:

@@ -207,7 +207,7 @@ def _await_server(host: str, port: int, timeout_s: float) -> None:
             socket.create_connection((host, port), timeout_s).close()
             return True
         except ConnectionRefusedError:
-            raise  # no retry: the lobby was open before the handle was given out, so it has closed
+            raise  # no retry: the lobby was open before the handle was given out, so it has closed since
         except OSError as error:
             errors.append(error)
             return None

@@ -144,7 +144,7 @@ class Membership:
         return where
 
     def _find_me(self, handles: Sequence[Handle], where: str) -> tuple[int, str]:
-        """Return the index of this rank's handle, and the reason to refuse if it is an old one (empty otherwise)."""
+        """Return the index of this rank's handle, and the reason to refuse if the handle is old (empty otherwise)."""
         tokens = [handle.token for handle in handles]
         for token in reversed(self._tokens):
             if token in tokens:

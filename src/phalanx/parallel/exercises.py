@@ -33,7 +33,7 @@ def average_gradients(
         process_group: Ranks to average over; by default all.
 
     Raises:
-        ValueError: There is no process group yet, or this rank is not in it.
+        ValueError: There is no process group yet, or this rank is not in the group.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -66,7 +66,7 @@ def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = No
         process_group: Ranks to sum over; by default all.
 
     Raises:
-        ValueError: There is no process group yet, or this rank is not in it.
+        ValueError: There is no process group yet, or this rank is not in the group.
 
     Example:
         >>> phalanx.ring_all_reduce(torch.ones(3))

@@ -101,7 +101,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         Joinable.__init__(self)
         self.process_group: dist.ProcessGroup = group_or_world(process_group, "ZeroRedundancyOptimizer")
         group = self.process_group
-        self._consolidated: dict[str, Any] | None = None  # the whole state on the rank that gets it, else {}
+        self._consolidated: dict[str, Any] | None = None  # on the rank that gets it, the whole state; on others, {}
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._shared = share_parameters
         self._built = False

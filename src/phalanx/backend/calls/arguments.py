@@ -82,7 +82,7 @@ class Arguments(Buffers):
         return tensor
 
     def root(self, root: int) -> int:
-        """Check the call's root, a rank of the group; the error uses the name of the caller's argument."""
+        """Check the call's root, a rank of the group; the error names the caller's argument."""
         if 0 <= root < self.ranks.size:
             return root
         # In a group of all ranks, torch passes `src` on unchecked. In a smaller group, torch itself checks `src` and
@@ -110,7 +110,7 @@ class Arguments(Buffers):
     def of_root(self, lists: list[Tensors], like: torch.Tensor, *, is_root: bool) -> Tensors:
         """Check the list that only the root of a gather or scatter passes; return it, or [] on other ranks."""
         name = f"{self.op}_list"
-        is_given = len(lists) == 1 and (is_root or bool(lists[0]))  # under torchcomms, other ranks pass an empty list
+        is_given = len(lists) == 1 and (is_root or bool(lists[0]))  # under torchcomms, other ranks pass [[]]
         if is_root != is_given:
             argument = root_name(self.op)
             role = {"dst": "destination", "src": "source"}[argument]

@@ -120,14 +120,14 @@ class Collectives:
             call: Description of the collective.
             at: Addresses that the core reads, and addresses that it writes.
             opts: Options of the call.
-            result: Tensors that receive the results; the value of the work.
+            result: Tensors that receive the results, and are the value of the work.
             settle: Function that runs once the collective is over.
             keep: Tensors at the addresses, kept alive until the collective is over.
             inputs: Tensors whose shapes a profiler records; None: `result`.
         """
         if is_profiling() and not self._in_event:
             settle = self._profiled(call.op, result if inputs is None else inputs, settle)
-        timeout = opts.timeout  # no local variable holds `self._core`: a traceback would keep it alive
+        timeout = opts.timeout  # no local variable holds `self._core`: in a traceback, it would keep the core alive
         if not opts.asyncOp:
             self._core.run(call, *at, timeout, None)
             if settle is not None:

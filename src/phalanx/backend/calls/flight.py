@@ -52,7 +52,7 @@ class Flight:
             settle: Function that runs once the operation is over.
             keep: Tensors whose memory the operation uses, kept alive until it is over.
         """
-        if isinstance(handle, Task):  # its thread may still be inside the engine when the work has been dropped
+        if isinstance(handle, Task):  # the task's thread may still be inside the engine after the work was dropped
             handle.keep = keep
         work, works = PhalanxWork(handle, wait, result, settle, keep, self.let_go), self._works
         if works:
@@ -116,7 +116,7 @@ class Flight:
 class Joined(PhalanxWork):
     """The work of several operations; it is over when all of them are."""
 
-    _handle = property(lambda self: self._works[-1]._handle, lambda self, _: None)  # that of the last work
+    _handle = property(lambda self: self._works[-1]._handle, lambda self, _: None)  # the last work's handle
 
     def __init__(self, works: list[PhalanxWork], result: Tensors, settle: Callable[[], None] | None = None) -> None:
         super().__init__(None, None, result, settle)

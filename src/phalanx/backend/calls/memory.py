@@ -154,6 +154,6 @@ class Buffers:
     def settle(self) -> None:
         """Copy the results in stand-ins to the call's tensors."""
         for tensor, buffer in self._copies:
-            # The core can write into parameters and inference tensors, so this copy must be allowed to.
+            # The core can write into parameters and inference tensors; torch lets this copy do so only in these modes.
             with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
                 tensor.copy_(buffer)

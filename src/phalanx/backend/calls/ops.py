@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp
 from phalanx import _core, _env
 from phalanx._env import seconds
 from phalanx._errors import ArgumentError, CollectiveTimeout, Failure, GroupUnusable, PhalanxError
-from phalanx._torch import is_profiling  # by name: looking it up in its module costs half as much as the call
+from phalanx._torch import is_profiling  # by name: a look-up in the module would cost half as much as the call
 from phalanx.backend.calls.arguments import Arguments
 from phalanx.backend.calls.collectives import UNSET, Call, Collectives, Options, Settle
 from phalanx.backend.calls.extension import Extended
@@ -252,7 +252,7 @@ class Operations(Collectives):
             request = getattr(self._core, op)(*args)
             if request is None:
                 return None
-            if type(request) is int:  # the peer's rank: the message is already over, as is usual for small ones
+            if type(request) is int:  # the peer's rank: the message is already over, as is usual for small messages
                 return PhalanxWork(Over(None, request), None, tensors)
             return self._flight.begin(request, wait, tensors, settle, keep)
         except BaseException as error:
@@ -271,7 +271,7 @@ class Operations(Collectives):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of operations that have none of their own."""
-        self._core.set_timeout(timeout.total_seconds())  # first, because it checks the value
+        self._core.set_timeout(timeout.total_seconds())  # first, because the core checks the value
         self.timeout = timeout
 
     def extend_timeout(self, by: timedelta) -> None:

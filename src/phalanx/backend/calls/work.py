@@ -203,7 +203,7 @@ class PhalanxWork(Work):
 
             self._settle = both
         if self._lock is None:
-            # One lock per work: a signal handler that interrupts the thread that holds it may wait for another work.
+            # One lock per work: a signal handler may interrupt the thread that holds a lock, and wait for another work.
             # Reentrant: the handler may also finish this work.
             self._lock = threading.RLock()
             self._num_forks = _num_forks
@@ -237,7 +237,7 @@ class PhalanxWork(Work):
                 return
         except Exception as failure:
             error = failure.with_traceback(None)
-        is_unheard = not handle.done  # the group ended without notifying the holder of the future
+        is_unheard = not handle.done  # the group ended without a notice that would fulfil the future
         self._part(error)
         if is_unheard and "_futures" in self.__dict__:
             self.fulfil()

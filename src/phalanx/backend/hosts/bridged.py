@@ -218,7 +218,7 @@ class BridgedGroup:
     # ---- messages and life -----------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout_s: float) -> None:
-        self._core.set_timeout(timeout_s)  # first, because it checks the value
+        self._core.set_timeout(timeout_s)  # first, because the core checks the value
         self._timeout_s = self._messages.timeout_s = timeout_s
 
     def abort(self, why: str) -> None:

@@ -29,7 +29,7 @@ from phalanx.wire.waiting import wait_until
 
 # The wrapper of `record.gloo` is bypassed, because its frame would keep the work alive.
 wait_for_gloo = inspect.unwrap(Work.wait)
-# Channels are made one at a time: a channel regards all connections that are opened while it is made as its own.
+# Channels are made one at a time: each regards as its own all connections that are opened while it is made.
 _making = threading.Lock()
 
 
@@ -181,7 +181,7 @@ class GlooChannel:
         return self._handle(self.engine().recv([tensor], peer, tag))
 
     def engine(self) -> Any:
-        """Return torch's group.
+        """Return torch's Gloo group.
 
         Raises:
             RuntimeError: The channel was destroyed.

@@ -521,7 +521,7 @@ class Meeting:
             return
         keys = [f"0/{r}" for r in range(self.size)]
         has_gloos = self._ask(lambda: self.store.ask(lambda store: [store.check([key]) for key in keys]))
-        if not has_gloos or has_gloos[self.rank]:  # this rank's, too: they are from an earlier Gloo group
+        if not has_gloos or has_gloos[self.rank]:  # this rank's address, too: all are from an earlier Gloo group
             return
         here = self._ask(self._here)
         ranks = [g for r, g in enumerate(self.global_ranks) if has_gloos[r] and here is not None and r not in here]

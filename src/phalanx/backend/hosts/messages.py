@@ -102,7 +102,7 @@ class Messages:
         self._outgoing: dict[int, deque[_Message]] = {}
         self._receiving: set[int] = set()
         self._moving: dict[int, _Message] = {}  # messages being received, by sender
-        self._from_here = _core.Completions()  # numbers of finished receives from any rank, pushed by the core
+        self._from_here = _core.Completions()  # numbers of finished receives that name no sender
         self._expected: dict[int, _Message] = {}
         self._numbers = itertools.count()
         self._threads: list[threading.Thread] = []
@@ -299,7 +299,7 @@ class Messages:
         while (number := self._from_here.pop()) >= 0:
             with self._changed:
                 message = self._expected.pop(number)
-                if message not in self._posted:  # a message over the bridge has matched it
+                if message not in self._posted:  # a message over the bridge has matched this receive
                     continue
                 self._posted.remove(message)
             error = message.here.error()
@@ -400,7 +400,7 @@ class Messages:
             self._fail(message, RuntimeError("the group has ended"))
 
     def _may_come(self, message: _Message) -> bool:
-        """Whether a receive from any rank may still get a message: from this host, or over a connection in use."""
+        """Whether a receive that names no sender may still get a message: from this host or over a live connection."""
         return message.here is not None or bool(self._receiving)
 
     def _fail(self, message: _Message, error: BaseException) -> None:

@@ -157,8 +157,8 @@ class Notices:
     def _ask(self, question: Callable[[Store], Any], otherwise: Any = None) -> Any:
         """Return the store's answer, or `otherwise` if none arrives in time.
 
-        After a timeout, the store gets no further request until the late answer arrives. It may still arrive, because
-        the process that serves the store may only be suspended (SIGSTOP).
+        After a timeout, the store gets no further request until the late answer arrives. That answer may still arrive,
+        because the process that serves the store may only be suspended (SIGSTOP).
         """
         with contextlib.suppress(StoreGoneError, StoreSilentError):
             return self._store.ask(question)

@@ -13,7 +13,7 @@ for a backend (FSDP2, DCP) and for the few C++ calls that cannot reach Python.
 torch's Flight Recorder sees our calls only if ``TORCH_FR_BUFFER_SIZE`` is set. torch 2.15 turns the recorder on by
 default, but it costs a Python backend about 10 us per operation, and our black box holds the same facts.
 
-Before torch 2.14, `dist.monitored_barrier` refuses every backend that is not named gloo, so `groups` wraps it there.
+Before torch 2.14, `dist.monitored_barrier` refuses every backend that is not named gloo, so `groups` wraps it.
 
 ``tests/backend/_members.py`` lists the members that are implemented, and those that are refused, with messages. A group
 must implement or refuse every member that torch adds, because some of torch's defaults call the Python class again,
@@ -356,7 +356,7 @@ class PhalanxGroup(_Common, ProcessGroup):
         return self.backend.reconfigure(opts)
 
     def moved(self, store: Store, processes: Mapping[int, Sequence[int]], global_ranks: list[int]) -> None:
-        """Take over the store, the processes and the ranks that a reconfigure has given the group."""
+        """Adopt the store, the processes and the ranks that a reconfigure has given the group."""
         self.life_store, self.processes = store, processes
         self.maker.moved(store, processes, global_ranks)
         self.backend.moved(store)

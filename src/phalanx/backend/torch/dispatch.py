@@ -197,7 +197,7 @@ def backend_method(operation: Operation) -> Any:
     name, run, num_args, options, _ = operation
 
     def call(self: Any, *args: Any, **named: Any) -> object:
-        if options is not None and len(args) != num_args + 1:  # from Python; the dispatcher passes all arguments
+        if options is not None and len(args) != num_args + 1:  # called from Python; the dispatcher passes all arguments
             args = complete(operation, args, named)
         with torch.DisableTorchFunctionSubclass():
             # A blocking operation returns no work, but the Flight Recorder needs one to see that the operation is over.
@@ -210,7 +210,7 @@ def backend_method(operation: Operation) -> Any:
 
 
 def _rerunnable(method: Any, make: Callable[[Operation], Any], operation: Operation) -> Any:
-    """Add `with_run(change)` to a method; this function returns the same method around ``change(operation.run)``."""
+    """Give a method a function `with_run(change)`, which returns the method around ``change(operation.run)``."""
     method.with_run = lambda change: make(operation._replace(run=change(operation.run)))
     return method
 

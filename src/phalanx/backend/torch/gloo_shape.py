@@ -5,7 +5,7 @@ accepts. Python code and profilers see the name ``gloo``. C++ code sees ``phalan
 casts a backend named gloo to the C++ `ProcessGroupGloo` and reads its members.
 
 From torch 2.14 on, the ``__class__`` of `GlooShaped` is `ProcessGroupGloo`, so `isinstance` returns True, while
-pybind11 looks at the real type. Its options are of Gloo's class. Before 2.14, the group contains a real Gloo anyway.
+pybind11 looks at the real type. The options are of Gloo's class. Before 2.14, the group contains a real Gloo anyway.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Maker:
         self._num_splits = 0
 
     def moved(self, store: Store, processes: Mapping[int, Sequence[int]], global_ranks: list[int]) -> None:
-        """Take over the store, the processes and the ranks that a reconfigure has given the group."""
+        """Adopt the store, the processes and the ranks that a reconfigure has given the group."""
         self._store, self._global_ranks = store, global_ranks
         self._build = functools.partial(self._build, processes=processes)
         self._num_splits = 0

@@ -6,8 +6,8 @@ tensor is freed, and reused for the next tensor of about the same size: 16 MiB t
 that was handed over is closed instead: peers may still map it, and must never see another tensor in it.
 
 Blocks are kept for 20 s, and in total at most as many bytes as tensors have needed at once. All kept blocks are freed
-when a new block is refused, or when memory runs short. Calls check the memory at most once per second. Between calls,
-no memory is freed, because no thread runs for that.
+when a new block is refused, or when memory runs short. Allocating and freeing a tensor check for this, at most once per
+second; at other times no memory is freed, because no thread runs for that.
 
 Two descriptors are open while a tensor lives: one for the block and one for its mapping (Python's ``mmap`` duplicates
 the first). The alternative was a range within one large block, with two descriptors in all. But then the kernel would
@@ -169,7 +169,7 @@ def allocate_tensor(
 
     Raises:
         ArgumentError: Another device, an invalid size, or a dtype that has no storage.
-        OutOfSharedMemory: The host, a cgroup or a limit of this process has no room for it.
+        OutOfSharedMemory: The host, a cgroup or a limit of this process has no room for the tensor.
     """
     dtype = torch.get_default_dtype() if dtype is None else dtype
     where = f"rank {rank}: allocate_tensor"

@@ -121,7 +121,7 @@ class Window:
     # ---- collective calls ------------------------------------------------------------------------------------------
 
     def tensor_register(self, tensor: torch.Tensor, owning: bool = True) -> None:
-        """Offer a tensor of this rank to the others. Every rank must call this, with tensors of one dtype and any size.
+        """Offer a tensor of this rank to the other ranks. All must call this, with tensors of one dtype and any size.
 
         The errors below are raised on every rank.
 

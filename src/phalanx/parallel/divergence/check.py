@@ -1,9 +1,9 @@
 """`check_replicas`: tests that all ranks hold the same model and optimizer state, and names the tensor that differs.
 
-Ranks compare a digest of each 4 MiB of each tensor, then of each 64 KiB of the first tensor that differs, then the
-first such piece that differs. If a rank gets an error while it makes its digests, the ranks exchange that error along
-with the digests, and all ranks raise it. If only that rank raised the error, its next collective would be paired with a
-collective of the comparison on the other ranks.
+Ranks compare a digest of each 4 MiB of each tensor, then of each 64 KiB of the first tensor that differs, and finally
+the bytes of the first 64 KiB that differ. If a rank gets an error while it makes its digests, the ranks exchange that
+error along with the digests, and all ranks raise it. If only that rank raised the error, its next collective would be
+paired with a collective of the comparison on the other ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from phalanx.parallel.divergence.replicated import (
 )
 from phalanx.wire.rank_group import RankGroup, group_with_this_rank
 
-_COARSE_BYTES, _FINE_BYTES = 4 << 20, 64 << 10  # for digests: of all tensors, and of the one that differs
+_COARSE_BYTES, _FINE_BYTES = 4 << 20, 64 << 10  # bytes per digest: of all tensors, and of the tensor that differs
 _MOST_NAMED = 3
 _MOST_WORDS = 200  # characters kept of torch's error, which may fill pages
 _SHARED = (TypeError, ValueError)
@@ -73,8 +73,8 @@ def check_replicas(
     Raises:
         ReplicaMismatch: A tensor differs; the error names the first such tensor, the ranks that differ from the
             majority, and how they differ.
-        ValueError: There is no process group yet, this rank is not in it, or any rank has a DTensor, which ranks hold
-            in parts.
+        ValueError: There is no process group yet, this rank is not in the group, or any rank has a DTensor, which ranks
+            hold in parts.
         TypeError: The model or the optimizer of any rank has the wrong type.
         RuntimeError: Any rank has a tensor that can't be read, such as a nested or a fake tensor; the error names the
             tensor.
