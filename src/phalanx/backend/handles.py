@@ -249,7 +249,7 @@ class _Lobby:
 
     @classmethod
     def take(cls, server: Handle, host: str) -> dist.TCPStore | None:
-        """Return the store of the last visit if this server serves it; forget it, because it may have failed since."""
+        """Return the store of the last visit if this server serves it; forget that store: it may have failed since."""
         cls._enter()
         visited, cls._visited = cls._visited, None
         return visited[1] if visited is not None and visited[0] == (server.process, server.port, host) else None

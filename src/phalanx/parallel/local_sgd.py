@@ -50,7 +50,7 @@ class LocalSGD:
 
     Args:
         params: Parameters to train, such as ``model.parameters()``; or tensors that share the parameters' memory, such
-            as the local shards of FSDP2's DTensors, together with the group of ranks that hold the same shard.
+            as the local shards of FSDP2's DTensors, if `process_group` is the group of ranks that hold the same shard.
         every: Number of steps between two synchronizations, at least 1.
         process_group: Groups from `host_groups`, or a group whose ranks each train separately; by default all ranks,
             each separately.

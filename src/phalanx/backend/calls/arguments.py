@@ -153,7 +153,7 @@ class Arguments(Buffers):
         return torch.mul(tensor, self._factor).to(tensor.dtype).contiguous()
 
     def even(self, tensor: torch.Tensor) -> int:
-        """Return the number of elements per rank if dimension 0 is divided evenly."""
+        """Divide dimension 0 evenly among the ranks; return the number of elements per rank."""
         first = tensor.shape[0] if tensor.dim() else 1
         if first % self.ranks.size != 0:
             raise ArgumentError(

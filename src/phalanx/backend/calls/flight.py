@@ -2,9 +2,10 @@
 
 **Memory of an operation that starts.** The core works on addresses in a thread of its own, so the tensors must live
 until the operation is over: the work keeps the tensors, and `Flight` keeps the work. Between the start of the operation
-and the creation of its work, only the calling frame keeps the tensors, so nothing in this frame may fail. Therefore,
-everything needed from the core is looked up before the start: afterwards, another thread may have left the group. If a
-signal handler raises in between, `Flight` keeps the tensors until this rank leaves the group (`keep_after`).
+and the creation of its work, only the calling frame keeps the tensors, so this frame must not fail in between.
+Therefore, everything needed from the core is looked up before the start: afterwards, another thread may have left the
+group. If a signal handler raises in between, `Flight` keeps the tensors until this rank leaves the group
+(`keep_after`).
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Flight:
         return joined(works) if works else finished([])
 
     def wait_for_all(self) -> None:
-        """Wait until all operations that are running now are over. Their errors are raised only by their works."""
+        """Wait until all operations that are running now are over. Only the work of an operation raises its error."""
         for work in list(self._works):
             with contextlib.suppress(Exception):
                 work.wait()

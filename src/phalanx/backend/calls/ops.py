@@ -64,7 +64,7 @@ class Operations(Collectives):
         self.abort_hooks = AbortHooks(name)
         self.num_messages: int = 0
         self.num_windows: int = 0
-        self._num_exchanges = 0  # exchanges on cores that this rank has left
+        self._num_exchanges = 0  # `num_exchanges` on the cores that this rank has left
         self._serve_flight()
 
     def _serve_flight(self) -> None:
@@ -305,7 +305,7 @@ class Operations(Collectives):
         return self.abort_hooks.failure is not None or self._core.told
 
     def memory_stats(self) -> dict[str, int]:
-        """Return the bytes of this host's segment in memory and mapped; several groups may share the segment."""
+        """Return the sizes of this host's segment, which groups may share: bytes in memory, and bytes mapped."""
         if self._segment is None:
             return {"segment_bytes": 0, "segment_bytes_mapped": 0}
         status = os.fstat(self._segment.fd)
@@ -353,7 +353,7 @@ class Operations(Collectives):
         return isinstance(self._core, _Destroyed)
 
     def part(self) -> None:
-        """Leave the other ranks, perhaps to meet new ones; running operations end with an error on all of them."""
+        """Leave the other ranks, perhaps to meet new ones; on all ranks, running operations end with an error."""
         if not isinstance(self._core, Absent):
             self._core.abort("reconfigure() was called")
         self._leave_core("", Formless(self.name, _LOST))

@@ -231,4 +231,4 @@ class Tasks(_Thread):
                 self._runner = None
                 self._changed.notify_all()
             task.finish(error)
-            del task, work, error  # this thread sleeps next, and must not keep their tensors alive
+            del task, work, error  # this thread sleeps next, and must not keep the operation's tensors alive

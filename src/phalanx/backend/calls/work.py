@@ -31,9 +31,9 @@ from phalanx.wire.waiting import wait_until
 class Completer:
     """Fulfils the futures of finished operations, in threads that start when somebody asks for a future.
 
-    The native threads never take the GIL; they push the number of a finished operation into a queue, which these
-    threads read. A callback of a future may wait for another future (PowerSGD's does), so there is always one more
-    thread than running callbacks. Callers never take the lock of these threads. If a caller held the lock, a signal
+    The native threads never take the GIL; they push the number of a finished operation into a queue, which the
+    completer's threads read. A callback of a future may wait for another future (PowerSGD's does), so there is always
+    one more thread than running callbacks. Callers never take the completer's lock. If a caller held the lock, a signal
     handler that interrupts the caller could wait for a future that the threads could not fulfil without the lock.
     """
 
@@ -59,7 +59,7 @@ class Completer:
         return bool(self._threads) and all(work.over for work in list(self._works.values()))
 
     def fulfil_all(self) -> None:
-        """Fulfil works whose end was not noticed, because the threads had ended before."""
+        """Fulfil works whose end was not noticed, because the threads had already ended."""
         while self._works:
             self._works.popitem()[1].fulfil()
 

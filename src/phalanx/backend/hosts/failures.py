@@ -3,7 +3,7 @@
 The first rank that meets a failure writes it into the group's store unless the store already holds one
 (``compare_set``), ends the core group on its host and closes its connections. The closed connections wake the watchers
 of the other ranks: threads that sleep in ``poll`` while the rank computes. The watchers read the failure and end the
-group. Each rank then raises the failure at its next operation, and its message begins with that operation. If no
+group. Each rank then raises the failure at its next operation, and the message begins with that operation. If no
 failure was written, because a whole host has vanished, the ranks whose connections have ended are the culprits. Rank 0,
 which may serve the store, stays up to half a second longer, so that the other ranks can read the failure. If the store
 has ended together with the rank that served it, the failure goes to the other ranks' mailboxes (see `mailbox`).
@@ -67,7 +67,7 @@ class Failures:
         self.notices = Notices(store, members, mailbox, boxes or {})
         self.members = members
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # reentrant: a signal handler may abort or leave while its thread holds this
+        self._lock = threading.RLock()  # reentrant: a signal handler may abort or leave while its thread holds the lock
         self._group_failure: Failure | None = None
         self._has_ended = False  # if True while `_group_failure` is None, this rank has left the group normally
         self._unreachable: set[int] = set()  # ranks whose mailboxes can't be reached; filled when the group ends
@@ -126,7 +126,7 @@ class Failures:
             raise error_of(self._failure("forked", op))
 
     def refuse_nested(self, op: str, site: str, interrupted: str) -> None:
-        """Raise GroupUnusable in a signal handler that interrupted a call."""
+        """Raise GroupUnusable for a call by a signal handler that interrupted another call."""
         detail = f"{interrupted} of group '{self.members.group}'"
         culprits = self.members.peers([self.members.rank])
         raise error_of(self._failure("nested", op, site=site, detail=detail, culprits=culprits))

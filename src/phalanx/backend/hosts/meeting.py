@@ -13,7 +13,7 @@ tokens, and eight take up to 3.6 ms longer, out of 12 ms.
 **What a hello holds.** Kernel, network and host name, process, torch version, and the segments that the rank maps.
 Rank 0 sends all hellos to all ranks, so every rank decides from the same facts. Hosts are ordered by their first rank,
 which fixes every later order. If all ranks already map one segment, as the ranks of a further group on one host do,
-rank 0 allocates the group in this segment and sends its place along. So a rank that need not wait sends the store two
+rank 0 allocates the group in this segment and sends the place along. So a rank that need not wait sends the store two
 requests, and rank 0 sends three, regardless of the number of ranks.
 
 **A rank that can't join says why.** If a rank fails between its hello and the end of the join (a denied system call, a
@@ -272,8 +272,8 @@ class Meeting:
     def _answer(self) -> bool | None:
         """Say hello, as the answer to the token of the present rank 0; return True once any token has been answered.
 
-        The store's thread itself notes what it has written. So if its reply comes too late for this call, the next call
-        does not write anything else.
+        The store's thread itself notes what it has written, so that the next call knows this even if the reply comes
+        too late for this call.
         """
 
         def answer(store: dist.Store) -> bool:

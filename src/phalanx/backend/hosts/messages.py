@@ -45,7 +45,7 @@ class _Message(Task):
     ) -> None:
         super().__init__(check)
         self.data, self.dtype, self.count, self.peer, self.tag, self.site = data, dtype, count, peer, tag, site
-        self.here: Any = None  # the same receive, also posted in the core, if a rank of this host may send
+        self.here: Any = None  # the same receive, also posted in the core, in case a rank of this host sends
 
     def head(self) -> bytes:
         return _HEAD.pack(self.tag, self.count, self.data.numel(), self.dtype)

@@ -121,7 +121,7 @@ class Notices:
         self._write(f"waits/{self._members.rank}", seq)
 
     def waits_in(self, rank: int) -> int:
-        """Return the number of the last call that a rank has said it waits in; 0 if it has said none."""
+        """Return the number that a rank has last written with `tell_wait`; 0 if there is none."""
         return self._read(f"waits/{rank}", int) or 0
 
     # ---- store and mailboxes ---------------------------------------------------------------------------------------

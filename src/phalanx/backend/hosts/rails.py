@@ -26,7 +26,7 @@ _HEAD_BYTES = 64
 INLINE_BYTES = _SLOT_BYTES - _HEAD_BYTES
 # Measured: up to these sizes, one step that sends whole messages is faster than two steps that send parts.
 _WHOLE_BYTES = 256 * 1024  # limit on the total that one rank sends to all other hosts
-_PAIR_BYTES = 16 << 20  # limit between two hosts, where one step sends no more bytes than two
+_PAIR_BYTES = 16 << 20  # limit between two hosts, where one step sends no more bytes than two steps
 _OWN_TAGS = 1 << 30  # tags from this one on belong to collectives, smaller tags to messages
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -118,7 +118,7 @@ class Rail:
         """Reduce `data`, which has the same length on all hosts, in place and in the order of hosts."""
         if data.size <= (_PAIR_BYTES if self._num_hosts == 2 else _WHOLE_BYTES // len(self._others)):
             self.reduce_parts(running, [data] * self._num_hosts, kernel)
-        else:  # each host reduces one part and gives the others the result
+        else:  # each host reduces one part and gives the other hosts the result
             bounds = bounds_of(data.size // running.item, self._num_hosts, running.item)
             parts = [data.part(low, high) for low, high in bounds]
             self.reduce_parts(running, parts, kernel)

@@ -66,7 +66,7 @@ class Running:
     landings: Tasks
     stall_s: float
     site: str | None = None
-    caller: FrameType | None = None  # frame of the waiting call; the site is found from it when needed
+    caller: FrameType | None = None  # frame of the waiting call, from which the site is found when needed
     seq: int = 0
     has_agreed: bool = False
     has_told: bool = False  # whether this rank has told the other ranks that it waits
@@ -169,7 +169,7 @@ class Running:
     def explain(self, error: BaseException) -> BaseException:
         """End the group on all hosts and return the error that says why."""
         found = getattr(error, "failure", None)
-        if found is not None and found.kind == "rank_missing":  # perhaps from a step within this host
+        if found is not None and found.kind == "rank_missing":  # perhaps from a step, which sees only this host
             error = self.timed_out(found)
         return self.failures.end(error, self.op, self.seq, self.line(), self._made())
 

@@ -259,7 +259,7 @@ class Steps:
         self._rail.reduce_parts(running, mine, call.kernel)
 
     def _reduce_blocks(self, running: Running, sources: Addresses, counts: Sequence[int], out: int) -> None:
-        """Reduce the blocks of all ranks on every rank, and keep this rank's own block."""
+        """On every rank, reduce the blocks of all ranks; keep only this rank's own block."""
         sizes = [count * running.item for count in counts]
         offsets = list(accumulate(sizes, initial=0))
         whole = self._buffers.span("whole", offsets[-1]).address

@@ -31,7 +31,7 @@ class Watcher:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; afterwards the connections may be closed."""
+        """End the thread; afterwards it is safe to close the connections."""
         os.eventfd_write(self._wake, 1)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=WATCHER_END_S)

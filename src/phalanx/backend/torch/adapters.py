@@ -159,7 +159,7 @@ class _Common:
     def supports_window(self) -> bool:
         return True
 
-    def new_window(self, tensor: torch.Tensor | None = None) -> Any:  # torch's Window has no constructor
+    def new_window(self, tensor: torch.Tensor | None = None) -> Any:  # not torch's Window, which has no constructor
         """Return a window of the group; register `tensor` in it if given. Every rank must call this."""
         return new_window(self._operations, tensor)
 
@@ -236,7 +236,7 @@ class _OfBackends(_Common):
         return SimpleNamespace(finalize=lambda: None)
 
     def memory_stats(self) -> dict[str, int]:
-        """Return the bytes of this host's segment in memory and mapped; several groups may share the segment."""
+        """Return the sizes of this host's segment, which groups may share: bytes in memory, and bytes mapped."""
         return self._operations.memory_stats()
 
     _start_time_estimate = refused("_start_time_estimate", _TIME_IT)

@@ -30,7 +30,7 @@ class Unverifiable(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """The first element of a result that differs, on one rank.
+    """The first element of one rank's result that differs.
 
     Attributes:
         tensor: Index of the result's tensor, if it has several.
@@ -205,7 +205,7 @@ class Parts:
         ranks: Ranks of the group.
 
     Attributes:
-        parts: The parts.
+        parts: Transfers and reductions of the call, in order.
         copies: Copy of each tensor that the call reads, by the tensor's identity.
     """
 

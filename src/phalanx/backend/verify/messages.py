@@ -173,7 +173,7 @@ class Messages:
         lost = save(state, folder, 1)
         told = Told(me, receipt.site, folder, found)
         error = error_of(me, what, "recv", 0, told, (me,), 2, lost)
-        self._operations.shutdown(class_and_message(error))  # fails the group for the others
+        self._operations.shutdown(class_and_message(error))  # fails the group for the other ranks
         raise error
 
     def _fetch(self, stream: Stream, number: int) -> torch.Tensor:

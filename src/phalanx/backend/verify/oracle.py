@@ -136,7 +136,7 @@ class Oracle:
         try:
             work = self._last = start()
             while not work.is_completed():
-                with contextlib.suppress(RuntimeError):  # it is not over yet, or it has failed
+                with contextlib.suppress(RuntimeError):  # the operation is not over yet, or has failed
                     wait_for_gloo(work, timedelta(seconds=LOOK_S))
                 if self._core.told or time.monotonic() > end_s:
                     break

@@ -168,7 +168,7 @@ def allocate_tensor(
         rank: This rank in the world, for messages.
 
     Raises:
-        ArgumentError: Another device, an invalid size, or a dtype that has no storage.
+        ArgumentError: `device` is not the CPU, `size` is invalid, or `dtype` can't be allocated.
         OutOfSharedMemory: The host, a cgroup or a limit of this process has no room for the tensor.
     """
     dtype = torch.get_default_dtype() if dtype is None else dtype

@@ -181,10 +181,9 @@ class Sentinel:
     def _share(self) -> Fraction:
         """Return the share of all bytes to compare in this look.
 
-        A byte at the end of a slice is compared again in the look that completes a cycle. The look before that one
-        happens less than a cycle after the byte's first comparison, and the completing look happens at most one gap
-        later. So a cycle must be shorter than `every` by the longest gap: the present gap, or the longest gap that may
-        follow, ``every / LEAST_OF_A_CYCLE``.
+        From one comparison of a byte, it is less than a cycle to the last look that does not reach the byte again, and
+        at most one gap from there to the look that does. So a cycle must be shorter than `every` by the longest gap:
+        the present gap, or the longest gap that may follow, ``every / LEAST_OF_A_CYCLE``.
         """
         most_between = max(self._num_steps, self.every // LEAST_OF_A_CYCLE)
         return Fraction(self._num_steps, max(self.every - most_between, self._num_steps))
