@@ -41,7 +41,8 @@ class Published:
     """A version of what another process publishes.
 
     Attributes:
-        version: Number of the version; larger than every earlier version's, whichever publisher made the earlier one.
+        version: Number of the version. A new publisher continues the numbers of the one before it, if that one's record
+            is still there; otherwise, such as after a reboot, numbers start at 1 again.
         state: State as it was published. Its tensors are views of memory that other processes read, too: only read
             them, or ``clone()`` them. If this process writes into one, no other process sees the change.
 
