@@ -92,18 +92,18 @@ def signal_all(job, sig=signal.SIGTERM):
 
 
 @pytest.mark.parametrize(
-    ("source", "send", "code"),
+    ("source", "send", "code", "num_ranks"),
     [
-        (by_hand(TORCHS), subprocess.Popen.terminate, 143),
-        (by_hand(TORCHS), signal_all, 143),
-        (by_hand(FORKED_BY_A_SERVER), signal_all, 143),
-        (by_hand(SPAWNED), signal_all, 143),
-        (TRAINER, signal_all, 75),
+        (by_hand(TORCHS), subprocess.Popen.terminate, 143, 2),
+        (by_hand(TORCHS), signal_all, 143, 2),
+        (by_hand(FORKED_BY_A_SERVER), signal_all, 143, 1),  # whose worker imports torch anew, as the next one's
+        (by_hand(SPAWNED), signal_all, 143, 1),
+        (TRAINER, signal_all, 75, 2),
     ],
     ids=["launcher", "all", "all, forked by a server", "all, spawned", "all, trainer"],
 )
-def test_ranks_that_are_told_to_end_save_although_processes_load_data_for_them(tmp_path, source, send, code):
-    command = [*PHALANX_RUN, "--nproc-per-node", "2", write_script(tmp_path, DATA + source)]
+def test_ranks_that_are_told_to_end_save_although_processes_load_data_for_them(tmp_path, source, send, code, num_ranks):
+    command = [*PHALANX_RUN, "--nproc-per-node", str(num_ranks), write_script(tmp_path, DATA + source)]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
     with subprocess.Popen(command, **options) as job:
         try:
@@ -118,14 +118,14 @@ def test_ranks_that_are_told_to_end_save_although_processes_load_data_for_them(t
     assert checkpoint.list_checkpoints(tmp_path / "folder")
 
 
+PLACES = ("import", "data")  # where a worker that starts, or its fork server, may wait until a test goes on
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 YOUNG = """
 import os, signal, sys
 
 def wait_in(place):
-    if place == sys.argv[2]:
-        os.write(1, b"starts\\n")
-        open("goes on").close()  # which waits until somebody opens it to write
+    os.write(1, b"%s\\n" % place.encode())
+    open(place).close()  # which waits until somebody opens it to write
 
 if __name__ == "__mp_main__":
     wait_in("import")
@@ -144,7 +144,7 @@ if __name__ == "__main__":
     loading = iter(DataLoader(data, num_workers=1, multiprocessing_context=sys.argv[1]))
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
     sys.stdin.readline()
-    if sys.argv[3:] != ["ends"]:
+    if sys.argv[2:] != ["ends"]:
         print(next(loading), flush=True)
 """
 
@@ -173,13 +173,12 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(("method", "sig"), [("spawn", signal.SIGTERM), ("forkserver", signal.SIGUSR1)])
 def test_ranks_save_if_all_are_signalled_while_workers_start(tmp_path, method, sig):
     os.mkfifo(tmp_path / "goes on")
-    command = [*PHALANX_RUN, "--nproc-per-node", "2", write_script(tmp_path, DATA + WITH_YOUNG), method]
+    command = [*PHALANX_RUN, "--nproc-per-node", "1", write_script(tmp_path, DATA + WITH_YOUNG), method]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
     with subprocess.Popen(command, **options) as job:
         try:
-            for _ in range(2):
-                while "starts" not in (line := job.stdout.readline()):
-                    assert line, job.stderr.read()
+            while "starts" not in (line := job.stdout.readline()):
+                assert line, job.stderr.read()
             signal_all(job, sig)
             goes_on = os.open(tmp_path / "goes on", os.O_RDWR)
             _, said = job.communicate(timeout=LIMIT_S)
@@ -207,32 +206,40 @@ def forked_rank(forked, *args, **options):
 
 @contextlib.contextmanager
 def young_workers(forked, tmp_path, *args):
-    """Run a process whose worker waits, as its fork server may, until "goes on" is opened to write."""
-    os.mkfifo(tmp_path / "goes on")
+    """Run a process whose worker waits in each of `PLACES`; yields `go_on(place)` behind what `forked_rank` does."""
+    for place in PLACES:
+        os.mkfifo(tmp_path / place)
     script = tmp_path / "rank.py"
     script.write_text(YOUNG)
-    with forked_rank(forked, script, *args, cwd=tmp_path) as (rank, stdin, stdout):
-        assert stdout.readline() == "starts\n"
-        yield rank, stdin, stdout, children_first(rank.pid)[:-1]
+    with forked_rank(forked, script, *args, cwd=tmp_path) as started, contextlib.ExitStack() as opened:
+
+        def go_on(place):  # to write alone would wait for one that reads
+            opened.callback(os.close, os.open(tmp_path / place, os.O_RDWR))
+
+        yield *started, go_on
 
 
-@pytest.mark.parametrize("place", ["import", "data"])
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_that_start_hear_no_signals_that_ask_a_rank_to_save(forked, tmp_path, method, place):
-    with young_workers(forked, tmp_path, method, place) as (rank, stdin, stdout, children):
-        for sig, child in itertools.product(SIGNALS, children):
-            with contextlib.suppress(ProcessLookupError):  # Python's tracker of resources ends, and is started again
-                os.kill(child, sig)
-        goes_on = os.open(tmp_path / "goes on", os.O_RDWR)  # to write alone would wait for one that reads
+def test_workers_that_start_hear_no_signals_that_ask_a_rank_to_save(forked, tmp_path, method):
+    with young_workers(forked, tmp_path, method) as (rank, stdin, stdout, go_on):
+        for place in PLACES:
+            assert stdout.readline() == f"{place}\n"
+            for sig, child in itertools.product(SIGNALS, children_first(rank.pid)[:-1]):
+                with contextlib.suppress(ProcessLookupError):  # Python's tracker of resources ends, and starts again
+                    os.kill(child, sig)
+            go_on(place)
         stdin.close()
         assert stdout.readline() == "tensor([1])\n"
         assert rank.wait(LIMIT_S) == 0
-        os.close(goes_on)
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_workers_that_start_end_with_their_rank(forked, tmp_path, method):
-    with young_workers(forked, tmp_path, method, "data", "ends") as (rank, stdin, _, children):
+    with young_workers(forked, tmp_path, method, "ends") as (rank, stdin, stdout, go_on):
+        assert stdout.readline() == "import\n"
+        go_on("import")
+        assert stdout.readline() == "data\n"
+        children = children_first(rank.pid)[:-1]
         stdin.close()
         assert rank.wait(LIMIT_S) == 0
         assert all(ends(child) for child in children)
