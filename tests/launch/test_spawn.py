@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -350,6 +351,18 @@ def run_python(*args, **options):
     )
 
 
+@pytest.fixture
+def run_script(forked, tmp_path):
+    """``run_script(source)`` runs a script as `run_python` would, but with torch imported."""
+
+    def run(source):
+        (tmp_path / "train.py").write_text(textwrap.dedent(source))
+        environ = {**os.environ, "PHALANX_WARM": "1", "OMP_NUM_THREADS": "1"}
+        return forked.run(tmp_path / "train.py", cwd=tmp_path, env=environ, timeout=LIMIT_S)
+
+    return run
+
+
 CELL = """
 import torch, torch.distributed as dist, dataclasses, phalanx
 
@@ -400,18 +413,16 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_with_a_guard_runs_and_prints_in_order(tmp_path):
-    (tmp_path / "train.py").write_text(GUARDED)
-    done = run_python("train.py", cwd=tmp_path)
+def test_a_script_with_a_guard_runs_and_prints_in_order(run_script):
+    done = run_script(GUARDED)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["hello 0", "hello 1", "results [0, 1]"]
     assert done.stderr == ""
 
 
 @pytest.mark.parametrize("call", ["phalanx.spawn(fn, nprocs=2)", "phalanx.testing.run_ranks(fn, 2)"])
-def test_a_script_without_a_guard_is_told_the_right_call_once(tmp_path, call):
-    (tmp_path / "train.py").write_text(f"import phalanx\nfn = print\n{call}\n")
-    done = run_python("train.py", cwd=tmp_path)
+def test_a_script_without_a_guard_is_told_the_right_call_once(run_script, call):
+    done = run_script(f"import phalanx\nfn = print\n{call}\n")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("RuntimeError: ") == 1
     assert done.stderr.endswith(f' right:\n    if __name__ == "__main__":\n        {call}\n')
@@ -440,9 +451,8 @@ if __name__ == "__main__":
         ("phalanx.spawn(above, args=(Config(),), nprocs=1)", "Config"),
     ],
 )
-def test_what_is_defined_below_the_guard_is_named_with_its_place(tmp_path, call, name):
-    (tmp_path / "train.py").write_text(BELOW.format(call=call))
-    done = run_python("train.py", cwd=tmp_path)
+def test_what_is_defined_below_the_guard_is_named_with_its_place(run_script, call, name):
+    done = run_script(BELOW.format(call=call))
     last = done.stderr.rstrip().rpartition("RankError: ")[2]
     assert done.returncode == 1
     assert f" raised AttributeError: a rank imports the script, and {name} is not there then: define it at" in last
@@ -486,38 +496,39 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def waiting_script(tmp_path):
-    """A script whose two ranks wait, and their pids."""
+def waiting_script(forked, tmp_path):
+    """A script whose two ranks wait, what it prints, and their pids."""
     (tmp_path / "train.py").write_text(FOREVER)
-    script = subprocess.Popen(
-        [sys.executable, "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    with script:
-        yield script, [int(script.stdout.readline()) for _ in range(2)]
-        script.kill()
+    told, tell = os.pipe()
+    with os.fdopen(told) as stdout, contextlib.ExitStack() as stack:
+        try:
+            script = stack.enter_context(forked.start(tmp_path / "train.py", cwd=tmp_path, stdout=tell))
+        finally:
+            os.close(tell)
+        yield script, stdout, [int(stdout.readline()) for _ in range(2)]
 
 
 def test_ctrl_c_ends_every_rank_after_its_cleanup(waiting_script):
-    script, pids = waiting_script
-    script.send_signal(signal.SIGINT)
-    out, err = script.communicate(timeout=LIMIT_S)
+    script, stdout, pids = waiting_script
+    os.kill(script.pid, signal.SIGINT)
+    _, err = script.communicate(LIMIT_S)
     assert script.returncode == -signal.SIGINT
-    assert out == "cleaned up\n" * 2
+    assert stdout.read() == "cleaned up\n" * 2
     assert err.count("KeyboardInterrupt") == 1  # the script's own
     for pid in pids:
         wait_until_gone(pid)
 
 
 def test_no_rank_outlives_a_killed_parent(waiting_script):
-    script, pids = waiting_script
-    script.kill()
+    script, _, pids = waiting_script
+    os.kill(script.pid, signal.SIGKILL)
+    assert script.wait(LIMIT_S) == -signal.SIGKILL
     for pid in pids:
         wait_until_gone(pid)
 
 
-def test_torchs_own_pattern_of_a_loop_around_join_works(tmp_path):
-    (tmp_path / "train.py").write_text(
-        textwrap.dedent("""
+def test_torchs_own_pattern_of_a_loop_around_join_works(run_script):
+    done = run_script("""
         import phalanx
         def work(rank): return rank
         if __name__ == "__main__":
@@ -526,8 +537,7 @@ def test_torchs_own_pattern_of_a_loop_around_join_works(tmp_path):
                 pass
             print(context.results)
         """)
-    )
-    assert run_python("train.py", cwd=tmp_path).stdout == "[0, 1]\n"
+    assert done.stdout == "[0, 1]\n"
 
 
 def settings(rank, *_):
