@@ -31,12 +31,12 @@ _BIND_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "KMP_AFFINITY", "KMP_HW_SUBSET
 def binds_threads(environ: Mapping[str, str]) -> bool:
     """Return whether OpenMP, once the forker loads it, would bind threads to CPUs; all ranks would share those CPUs."""
     if environ.get("OMP_PROC_BIND", "").lower() == "false" or environ.get("OMP_PLACES", "").startswith("{"):
-        return False  # nothing is bound, or the user lists CPUs by number, which are the same in every process
+        return False  # nothing is bound, or the user lists the CPUs: ranks would share these even without a forker
     return any(map(environ.get, _BIND_VARIABLES))
 
 
 def thread_environment(inherited: Mapping[str, str], share: Share) -> dict[str, str]:
-    """Return `inherited` with OMP_NUM_THREADS, the size of thread pools, added unless the user has set it.
+    """Return `inherited` plus OMP_NUM_THREADS, the size of thread pools, unless the user has set this variable.
 
     If ranks are crowded, OpenMP threads sleep while they wait, unless the user has chosen how they wait.
     """
@@ -84,7 +84,7 @@ class Attempt:
     epoch: Mapping[str, Any] | None = None
 
     def launch(self, launcher: str, notes: str, rank: int) -> dict[str, str]:
-        """Return the variable that gives a rank the place of this launch's notes; its value is "" on several nodes."""
+        """Return the variable that tells a rank where this launch keeps its notes; the value is "" on several nodes."""
         if self.num_nodes > 1:
             return {_env.LAUNCH_VARIABLE: ""}  # set, so that the value of an outer launch is not inherited
         launch = Launch(launcher, notes, rank, self.world_size, self.master_addr, self.master_port)

@@ -1,9 +1,10 @@
 """The rank's side of ``phalanx tune`` and ``phalanx check``: takes optimizer steps on request.
 
 A trial compares several jobs. The jobs run side by side and take turns, so that other load on the machine slows all of
-them alike. Requests and answers are files in a folder, because a script may have any process group, or no group. A
-waiting rank checks 100 times a second whether the file of requests has changed. In an earlier version, each waiting
-rank read the file 500 times a second, and thirteen of them halved the speed of the job that was being measured.
+them alike. Requests and answers are files in a folder and not messages of a process group, because a script may have
+any group, or none. A waiting rank checks 100 times a second whether the file of requests has changed. In an earlier
+version, each waiting rank read the file 500 times a second, and thirteen of them halved the speed of the job that was
+being measured.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def told_file(folder: str, serial: int, rank: int) -> str:
 
 
 def multiprocess_file(folder: str) -> str:
-    """Return the path of the file in which a rank reports that it trains in several processes, so can't be measured."""
+    """Return the path of the file that says that a rank trains in several processes, which can't be measured."""
     return os.path.join(folder, "multiprocess")
 
 
@@ -127,14 +128,14 @@ class Trial:
         self._warm_up_samples: list[int] = []  # samples of each warm-up step
 
     def settings_over(self, given: Mapping[str, Any], model: Any) -> dict[str, Any]:
-        """Return the settings to try. They make training endless; the trial ends the job once it is measured."""
+        """Return the settings to try. They make training endless: the trial ends the job after measuring it."""
         self._given = {**given}
         if self._changes.pop(COMPILE, False):
             model.compile()
         self._hook.remove()  # a Trainer may step the optimizer in several parts, and calls `on_step` after the last
         endless = {"max_epochs": _ENDLESS, "max_steps": None, "patience": None, "resume": "never"}
         unsaved = {"save_every": _ENDLESS, "snapshot_every": 0}
-        uncompared = {"compare_every": 0}  # ranks change their number of threads at different steps: results may differ
+        uncompared = {"compare_every": 0}  # ranks may change their number of threads at different steps, and so differ
         return {**given, **endless, **unsaved, **uncompared, **self._changes}
 
     def watch(self) -> None:
@@ -268,7 +269,7 @@ class Trial:
 
 
 class _Counted:
-    """Iterator over a loader's batches that counts them; everything else is forwarded to the loader's own iterator."""
+    """Iterator over a loader's batches that counts their samples; it forwards all else to the loader's own iterator."""
 
     def __init__(self, batches: Iterator[Any], trial: Trial) -> None:
         self._batches, self._trial = batches, trial

@@ -56,7 +56,7 @@ class Head:
 
     Attributes:
         settings: Variables that the script is certain to set, and their values.
-        doubt: Name of a variable that the script may set, or sets to an unknown value, or a phrase if the name is
+        doubt: Name of a variable that the script may set, or sets to an unknown value; a phrase if this name is
             unknown; "" if there is no such variable.
     """
 
@@ -83,11 +83,11 @@ def read_head(command: Sequence[str], environ: Mapping[str, str]) -> Head:
 
 
 class _Reader:
-    """Walk through statements in the order in which they run, up to the first import of torch.
+    """Reads statements in the order in which they run, up to the first import of torch.
 
     If any file binds a name to ``os``, for example, the reader takes that name for ``os`` in all files, even where the
-    name is bound to something else. That only adds doubts: a setting counts as certain if the name was last bound by an
-    import that is certain to run.
+    name is bound to something else. This can only add doubts, because a setting counts as certain only if the name was
+    last bound by an import that is certain to run.
 
     Args:
         folder: Folder of the script, in which its modules lie.
@@ -99,7 +99,7 @@ class _Reader:
         on_path = [path for path in sys.path if path not in ("", os.getcwd()) and not path.startswith(installed)]
         self._folders = [folder, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), *on_path]
         self._environ = environ
-        self._imports_torch: dict[str, bool] = {}  # by file: whether torch is imported when it ends
+        self._imports_torch: dict[str, bool] = {}  # by file: whether torch has been imported when the file ends
         self._os_names = {"os"}
         self._environ_names = {"environ"}
         self._bound_names: set[str] = set()  # names that are certain to stand for os or os.environ
@@ -121,7 +121,7 @@ class _Reader:
         try:
             with open(path, "rb") as file:
                 tree = ast.parse(file.read())
-        except (OSError, SyntaxError, ValueError, RecursionError):  # not Python source, or it will fail anyway
+        except (OSError, SyntaxError, ValueError, RecursionError):  # not Python source, or Python itself will reject it
             return False
         self._imports_torch[path] = self._walk(tree.body, path, is_program=is_program)
         return self._imports_torch[path]
@@ -192,7 +192,7 @@ class _Reader:
             elif package in _TORCH:
                 return True
             elif package not in sys.stdlib_module_names:
-                self._is_certain = False  # the package may import torch, too early for later settings
+                self._is_certain = False  # the package may import torch, and settings after it would be too late
                 if self._changes_path and not _is_installed(package):
                     self._take_change(_ANYTHING)
         return False

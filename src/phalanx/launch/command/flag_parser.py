@@ -1,8 +1,8 @@
 """Turns the command line, the environment and the scheduler's values into settings.
 
-The flags are declared in a table (`flags`), from which argparse is set up. argparse adds no defaults, so ``--dry-run``
-can show the origin of each value. The script and its arguments follow the flags. All commands share one parser,
-`_command_line`, which adds 1.6 ms to a start.
+The flags are declared in a table (`flags`), from which argparse is set up. argparse gets no defaults, so it returns
+only what the user has typed, and ``--dry-run`` can show the origin of each value. The script and its arguments follow
+the flags. The parser is that of all commands (`_command_line`); it adds 1.6 ms to a start.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def read_flags(
     return settings, target
 
 
-# Names that other launchers give to flags, for errors that name the flag to use here.
+# Flags of other launchers. The error for such a flag says what to use here instead.
 _NUM_RANKS = "--nproc-per-node"
 _NUM_RANKS_ELSEWHERE = [
     "-n",
@@ -139,7 +139,7 @@ def split_off_flags(words: Sequence[str], also: Sequence[Flag] = ()) -> tuple[li
     """Split a script's arguments into our own long flags, with their values, and all other arguments.
 
     Args:
-        also: Further flags of the command that is called.
+        also: Flags of the command in addition to those of ``phalanx run``.
     """
     spellings = _spellings((*FLAGS.values(), *also))
     ours: list[str] = []

@@ -18,7 +18,8 @@ _FORBIDDEN_SIGNALS = {"SIGKILL", "SIGSTOP"}  # they can't be handled
 def number(
     kind: Callable[[str], float], least: float, what: str, *, most: float = math.inf, words: Sequence[str] = ()
 ) -> Callable[[str], Any]:
-    """Return a parser for a number from `least` to `most`, or for one of `words`; errors describe these as `what`."""
+    """Return a parser for a number from `least` to `most`, or for one of `words`; an error says that it must be
+    `what`."""
 
     def parse(text: str) -> float | str:
         if text in words:
@@ -41,7 +42,7 @@ def switch(text: str) -> bool:
 
 
 def gloo(text: str) -> bool:
-    return text == "1" or replaces_gloo(text)  # the switch itself gives 1; PHALANX_REPLACE may give other values
+    return text == "1" or replaces_gloo(text)  # --replace-gloo gives 1; PHALANX_REPLACE can have other values
 
 
 def verification(text: str) -> str:

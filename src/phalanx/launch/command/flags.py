@@ -1,8 +1,8 @@
 """The flags of ``phalanx run``, declared once.
 
-Names and meanings are torchrun's; the last group is our own. Each flag can also be set by an environment variable, and
-ours takes precedence over torchrun's: for ``--max-restarts``, these are ``PHALANX_MAX_RESTARTS`` and
-``PET_MAX_RESTARTS``.
+Names and meanings are torchrun's, except for the last group, which torchrun lacks. Each flag can also be set in the
+environment: ``--max-restarts`` by ``PHALANX_MAX_RESTARTS``, or by torchrun's ``PET_MAX_RESTARTS``. If both are set,
+ours counts.
 
 Source of the names: ``torch/distributed/run.py`` and ``torch/distributed/launch.py``.
 """

@@ -31,7 +31,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def _run_warm(plan: Plan, args: Sequence[str], *, is_trial: bool = False) -> str:
-    """Let a warm process run the job, and end with the job's status. If no warm process can run it, return the reason.
+    """Let a warm process run the job, then end this process with the job's status. If none can run it, return why.
 
     With `is_trial`, nothing is run, and the return value says what would be done.
     """

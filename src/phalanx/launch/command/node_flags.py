@@ -14,7 +14,7 @@ from phalanx.launch.command.flags import Setting
 STATIC_PORT = 29500
 """Default port of the static rendezvous. This port and `_C10D_PORT` are torchrun's defaults."""
 _C10D_PORT = 29400
-_MOST_MEETING_PLACES = 4  # hosts of a scheduler that become meeting places; each new node connects to all of them
+_MOST_MEETING_PLACES = 4  # limit for meeting places from a scheduler: each new node connects to all of them
 
 
 def scheduled_flags(place: Placement | None) -> dict[str, str]:

@@ -19,7 +19,7 @@ def command_of(target: Sequence[str], *, module: str, no_python: bool) -> tuple[
 
     Args:
         target: Script, module or program, with its arguments.
-        module: Flag by which `target` is a module; empty if it is none.
+        module: Flag or variable that says that `target` is a module; empty if `target` is not a module.
 
     Raises:
         UsageError: There is no such script, module or program, or it can't be run.

@@ -1,4 +1,5 @@
-"""Settings that ``phalanx tune`` found for a script, in ``logs/<script>/tuned.json``; ``auto`` then uses them."""
+"""Settings that ``phalanx tune`` found for a script, in ``logs/<script>/tuned.json``; later runs use them by
+default."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def remember(tuned: Tuned, file: str) -> None:
 
 def recall(log_dir: str, command: Sequence[str], machine: Machine) -> Tuned | None:
     """Return the settings that were found for exactly this command on an equal machine; None if none were found."""
-    with contextlib.suppress(OSError, ValueError, TypeError):  # the file may hold anything
+    with contextlib.suppress(OSError, ValueError, TypeError):  # the file may be damaged
         tuned = Tuned(**read_json(tuned_file(log_dir, command)))
         numbers = tuned.ranks, tuned.threads
         is_sound = all(type(number) is int and 1 <= number <= machine.num_cpus for number in numbers)

@@ -71,7 +71,7 @@ class Agent:
     def __init__(self, channel: PacketSocket, job: messages.Settings) -> None:
         self._channel, self._job = channel, job
         config = job.rdzv_conf
-        self._turn: int | None = None  # index of this host in the list of meeting places; None: never leads
+        self._turn: int | None = None  # index of this host in the list of meeting places; None: this node never leads
         self._is_static = job.rdzv_backend == "static"
         self._join_s = float(config.get("timeout", NAME_S) if self._is_static else config.get("join_timeout", JOIN_S))
         self._meeting_places = [_place(text) for text in job.rdzv_endpoint.split(",")]
@@ -89,9 +89,9 @@ class Agent:
         self._clocks = Clocks()
         self._nodes: dict[str, Node] = {}  # linked nodes by id
         self._signs: dict[str, messages.LossSign] = {}  # how the loss of a node was noticed, by host
-        self._num_ranks: dict[str, int] = {}  # ranks of each node in this node's latest attempt
+        self._num_ranks: dict[str, int] = {}  # number of ranks of each node in this node's latest attempt
         self._waits_for = ("", 0.0, False)
-        self._seen: dict[str, Node] = {}  # members of the job, seen while this node was no member
+        self._seen: dict[str, Node] = {}  # members of the job that this node saw before it became a member
         self._num_starts = job.num_starts
         self._is_running = self._is_leaving = False
         self._is_next = True  # whether this node is the next to leave, as last reported to the supervisor
@@ -124,8 +124,8 @@ class Agent:
         has_port = may_lead or not is_here or (self._turn is not None and not asked)
         may_lead = may_lead and not self._job.joins
         port = self._endpoint[1]
-        # The other nodes look for a restarted node at this port of its host, also if it is not the meeting place. If
-        # several nodes share a host, only one gets the port.
+        # If this node is restarted, the other nodes look for it at this port, even if this host is not the meeting
+        # place. If several nodes share this host, only one of them gets the port.
         try:
             listener = open_listener(port if has_port else 0)
             self._is_root = may_lead
@@ -338,7 +338,8 @@ class Agent:
     def _ask_supervisor(self) -> None:
         """Ping the supervisor once a second; exit if it has not answered for `ANSWERS_S`.
 
-        A silent supervisor is suspended (SIGSTOP), and the other nodes have to continue without this node.
+        A supervisor that does not answer has been suspended (SIGSTOP), so the other nodes have to continue without this
+        node.
         """
         now_s = time.monotonic()
         if now_s - self._asked_s >= _ASK_S:
@@ -365,7 +366,7 @@ class Agent:
         if "state" in message:
             beat, now_s = read_value(message, messages.Heartbeat), time.monotonic()
             if peer not in self._times:
-                self._told = None  # so that a heartbeat is sent now: the peer waits for an echo of its own
+                self._told = None  # so that a heartbeat is sent now: the peer waits for the echo of its own heartbeat
             if beat.echo and peer in self._nodes:
                 self._clocks.heard(self._nodes[peer].host, beat.echo, beat.came, beat.at, now_s)
             self._times[peer] = beat.at, now_s

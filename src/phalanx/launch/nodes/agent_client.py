@@ -116,7 +116,7 @@ class AgentClient:
             self._ranks.wait(min(_LOOK_S, _LOOK_S if said else max(0.0, patience_ends_s - time.monotonic())))
             if self._num_asked != num_asked or not num_asked:
                 num_asked, num_silent = self._num_asked, 0
-            else:  # counts rounds, not seconds: this process may have been suspended together with the agent
+            else:  # counts rounds, because seconds also pass while this process and the agent are suspended
                 num_silent += time.monotonic() - began_s >= _LOOK_S
             if not self._pending and not said and time.monotonic() >= patience_ends_s:
                 said = True

@@ -18,26 +18,26 @@ If the network is cut in two, the two sides never train at the same time, becaus
 - a node may train only as long as the answers of all other nodes of the view are fresh.
 
 **Raft with three differences.** (1) There is no log: the newest view is the entire state. A view that a leader proposes
-starts only after all its members have accepted it. (2) If a host refuses connections to a node's port, its kernel
-thereby confirms that the node is dead. (The end of a connection confirms nothing: firewalls reset connections.) The
-first living node in the order of the view may then count the dead node's vote; otherwise two hosts could not survive
-the loss of one. (3) Half of the votes are enough if the view's leader is among the voters. Before a new view starts,
-every node that can be reached has to know it, even a node that is not in it. Otherwise, if the members of the new view
-died, a node outside the new view could count their votes in the old view.
+starts only after all its members have accepted it. (2) If a host refuses connections to a node's port, the host's
+kernel thereby confirms that the node is dead. (The end of a connection confirms nothing: firewalls reset connections.)
+The first living node in the order of the view may then count the dead node's vote; otherwise two hosts could not
+survive the loss of one. (3) Half of the votes are enough if the view's leader is among the voters. Before a new view
+starts, every node that can be reached has to know this view, even a node that is not in it. Otherwise, if the members
+of the new view died, a node outside the new view could count their votes in the old view.
 
 **Two nodes.** If the leader of two nodes loses power, the other node can't continue, not even when the leader's host
-comes back with a new process. With its half of the votes, the leader may have continued alone, admitted a third node
-and died; neither the other node nor the new process could know. A shared disk could prove that this did not happen, but
-the launcher does not know of any. So both wait, and say that a person has to decide. A process that is restarted at the
-meeting place and reaches no other node can't know whether other nodes exist, so it begins a job of its own.
+comes back with a new process. The leader may have continued alone with its half of the votes, admitted a third node and
+died; neither the other node nor the new process could know. A shared disk could prove that this did not happen, but the
+launcher knows of no such disk. So the other node and the new process wait, and say that a person has to decide. If the
+new process reaches no node at all, however, it can't know that others exist, so it begins a job of its own.
 `checkpoint.disk.claim` keeps the two jobs from writing into one folder; when the jobs meet, the younger one gives way.
 
 **Verification.** ``model/agreement.pml`` mirrors this file, `election` and `attempt_watch`: change both together. A
 model checker explores every order of events in the model, within the model's bounds (model/README.md). It found a bug,
 since fixed: answers counted as fresh from the moment at which the link was made. If the handshake took longer than 0.1
-of the silence limit, a vote still counted after the voter had voted for another node. The simulation also runs once for
-each rule with that rule left out. Within a thousand seeds, both sides must then train at the same time; otherwise the
-rule would be superfluous. For two rules (one vote in a term; no start without acceptance) there is no run like that,
+of the silence limit, a vote still counted after the voter had voted for another node. A test removes one rule at a time
+from the simulation: with at least one of a thousand seeds, both sides must then train at the same time, which shows
+that the rule is needed. Two rules (one vote in a term; no start without acceptance) can't be tested in this way,
 because in the simulation the other rules imply them.
 
 **Why not torch's agent.** The first version was a subclass of `SimpleElasticAgent`. It could not survive the loss of
@@ -346,7 +346,7 @@ class Agreement:
             return (Group(self.me.id, (self.me.id,)),)
         if self._has_started:
             return (self.view.group,)
-        is_ours = self.view.leader == self.me.id  # only its leader starts a view, so a view of ours has not started
+        is_ours = self.view.leader == self.me.id  # only the leader starts a view, and we have not started this one
         return self.view.bases if is_ours else tuple(dict.fromkeys((*self.view.bases, self.view.group)))
 
     def _is_in_office(self) -> bool:
@@ -458,7 +458,7 @@ class Agreement:
         self.handed(view, is_started=False)
 
     def _idle_voters(self) -> list[Node]:
-        """Return this node and its voters; empty while votes may still arrive or ranks are running."""
+        """Return this node and the nodes that voted for it; empty while votes may still arrive or ranks are running."""
         old = self.view.ids if self.view is not None else ()
         # Wait also for spares that have not voted yet, so that the world keeps its size.
         awaited = [node for node in self._peers if self._rules.spares or node in old]

@@ -94,7 +94,7 @@ def cause_of_end(
             continue
         if how := why_lost(node.id):
             causes.append(loss_of(view, number, how))
-        elif known.get(node.id, State()).has_left:  # the node that it could not reach may be the cause
+        elif known.get(node.id, State()).has_left:  # a victim: the node that it could not reach may be the cause
             causes.append(loss_of(view, number, "it could not reach the others for a while", is_victim=True))
     if gone:  # victims failed only because these nodes left on purpose
         causes = [cause for cause in causes if not cause.ending.is_victim]

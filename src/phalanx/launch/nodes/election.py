@@ -164,7 +164,7 @@ class Election:
             is_in_office: Whether this node leads with enough votes.
         """
         others = [peer.state.term for peer in self.peers.values() if peer.state.leader != self._me]
-        newest = max(others, default=-1)  # nodes that voted in this term can vote for us only in a newer one
+        newest = max(others, default=-1)  # nodes that voted in this term can vote for us only in a newer term
         holder = self._holder(view.key if view is not None else NO_VIEW)
         if is_in_office:
             if holder is not None and holder.state.term > self.term:
@@ -185,7 +185,7 @@ class Election:
         return True
 
     def _vote(self, peer: Peer) -> bool:
-        """Follow a peer if it leads in a newer term than ours; return whether it does."""
+        """Follow a peer if it leads in a newer term than ours; return whether this node now follows it."""
         if peer.state.leader != peer.node.id or peer.state.term <= self.term:
             return False
         self.term, self.leader = peer.state.term, peer.node.id

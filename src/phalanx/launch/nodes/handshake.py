@@ -4,8 +4,8 @@ Each node connects to all meeting places of the list. A node on the host of a pl
 each place before its own in the list. If two nodes begin a job anyway, the younger job gives way when the two meet. A
 scheduler's list of hosts is cut to four places, because every node connects to every place.
 
-If the scripts of two nodes differ, this is reported, but the node is not refused: somebody may edit a script in a
-shared folder while a job runs, and a host that comes back afterwards must be let in.
+If the scripts of two nodes differ, both nodes report the difference, but neither refuses the other: somebody may edit a
+script in a shared folder while a job runs, and a host that comes back afterwards must be let in.
 """
 
 from __future__ import annotations

@@ -5,17 +5,17 @@ leader chooses the cause, so a node whose rank fails does not know yet whether i
 turn knows neither the progress of the node nor its MIN (of ``--nproc-per-node MIN:MAX``). So the report of a failure
 also says what follows if the leader chooses this failure as the cause: the node's next number of ranks, and whether the
 failure costs a restart. The node computes both on a copy of its `LocalSize` (see `SharedSize`), and adopts the copy if
-it has that number of ranks in the next view. The failure of a victim changes no number of ranks.
+the next view gives the node that number of ranks. The failure of a victim changes no number of ranks.
 
 - ``State.num_ranks`` is the number with which a node would continue: the number in its view, unless its supervisor asks
   for more. The supervisor does so once the time of ``--regrow-after`` has passed and a snapshot has just been taken.
   The leader then waits for the next snapshot, as it does for nodes that join, but without a limit. If another node's
   failure ends the attempt, all ranks restart anyway, so a node that has made progress with fewer ranks asks for MAX
   before it reports that its ranks have ended. If the attempt with MAX ranks then fails, that failure costs no restart.
-- **A node below MIN** offers 0 ranks, and leaves once it knows that its failure was the cause: from the leader's
-  ``State.cause``, or from the next view, to which it does not belong. It does not leave earlier, because its failure
-  may only look like the cause: a script may catch every error and exit, or a library may abort when a peer is lost. The
-  job would then lose this node for the failure of another node's rank.
+- **A node below MIN** offers 0 ranks, and leaves once it knows that its failure was the cause. It learns this from the
+  leader's ``State.cause``, or from the next view, which does not include it. It does not leave earlier, because its
+  failure may only look like the cause: a script may catch every error and exit, or a library may abort when a peer is
+  lost. The job would then lose this node for the failure of another node's rank.
 
 **Endings that are not failures.**
 

@@ -25,7 +25,7 @@ from phalanx.wire.messages import read_value
 
 _INTERACTIVE = 6  # SO_PRIORITY: ahead of bulk traffic
 _MOST_BYTES = 1 << 22  # most bytes of a line, and of the data that waits to be sent
-_MOST_STRANGERS = 64  # connections without a completed handshake
+_MOST_STRANGERS = 64  # limit for connections without a completed handshake
 _BUFFER_BYTES = 1 << 18
 
 
@@ -88,8 +88,8 @@ class Links:
     """All connections of one agent.
 
     Args:
-        selector: Selector of the agent's loop. Other code may register descriptors, too; the data of each is the
-            function to call.
+        selector: Selector of the agent's loop. Other code may register descriptors, too; the data of a descriptor is
+            the function to call when it is ready.
         silence_s: Seconds of silence after which a node is lost.
 
     Attributes:
@@ -275,7 +275,7 @@ class Links:
             self._greeted(link, node)
 
     def _greeted(self, link: _Link, node: Node) -> None:
-        """Use a connection to a node. If there are two, both ends keep the one from the node with the lower id."""
+        """Use a connection to a node. Of two, both ends keep the one that the node with the lower id has dialed."""
         assert self._me is not None
         if link.dialed is not None:
             self._bury(link.dialed, but=node.id)
@@ -356,7 +356,7 @@ class _Names:
         self._asking: set[Place] = set()
 
     def find(self, place: Place) -> tuple[tuple[Any, Any] | None, str]:
-        """Return a place's family and address, None while they are unknown, and the problem with its name, or ""."""
+        """Return a place's family and address (None: unknown yet), and the problem with the place's name, or ""."""
         asked_s, address, why = self._found.get(place, (-_RESOLVE_AGAIN_S, None, ""))
         if time.monotonic() - asked_s >= _RESOLVE_AGAIN_S and place not in self._asking:
             self._asking.add(place)

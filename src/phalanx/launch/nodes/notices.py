@@ -132,7 +132,7 @@ def asks_to_go(service: Service) -> bool:
 
 def _ask(url: str, headers: Mapping[str, str], *, method: str = "GET") -> str:
     request = urllib.request.Request(url, headers=dict(headers), method=method)
-    # The service is local to this host, so no proxy can reach it.
+    # A metadata service is local to its host, so no proxy can reach it.
     opener: Any = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=_LIMIT_S) as answer:
         if answer.status != 200:

@@ -57,7 +57,7 @@ class Questions:
     """Accepts, forwards and answers questions, as part of the agent's loop.
 
     Args:
-        supervisor_pid: Supervisor of the ranks in question.
+        supervisor_pid: Process id of this node's supervisor.
         selector: Selector of the agent's loop.
         links: Links to the other nodes.
     """

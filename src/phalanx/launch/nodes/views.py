@@ -208,7 +208,7 @@ class Rules:
     Attributes:
         silence_s: Seconds of silence after which a node is lost.
         last_call_s: Seconds to wait for more nodes at the start of the job, once the minimum number has joined.
-        join_s: Seconds that new nodes wait for the next snapshot; after that, all ranks restart without it.
+        join_s: Seconds that new nodes wait for the next snapshot; then all ranks restart, even without a new snapshot.
         has_positions: Whether nodes have fixed numbers.
         spares: Number of nodes beyond the maximum that wait as spares.
         preempted_s: Seconds in which all ranks must end, once some ranks have been preempted.

@@ -47,7 +47,7 @@ class Imports:
 
     Attributes:
         read: Value of each variable that a package has read, by package and name; None: the variable was not set.
-        outer: Packages whose import was still running when a package was imported, by that package.
+        outer: Packages whose import led to the import of a package, by the imported package.
         readers: Modules whose import was running when a variable was read, by that variable.
     """
 
@@ -223,7 +223,8 @@ def replay(logs: Sequence[Mapping[str, Any]], imports: Imports, left_out: Collec
         left_out: Packages not to import.
 
     Returns:
-        Packages to leave out, because they read variables that differ between ranks, or import such a package.
+        Packages to leave out: those that read variables that differ between ranks, and those that import such a
+            package.
     """
     varying = {name for one in logs for name in one["given"]}
     histories = [_histories(one) for one in logs]

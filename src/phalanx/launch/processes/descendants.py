@@ -23,7 +23,7 @@ SUPERVISORS_SIGNALS = (
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Make the kernel kill this process when its parent ends, in whatever way."""
+    """Make the kernel kill this process when its parent ends for any reason."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent ended before the line above
         os._exit(128 + signal.SIGKILL)

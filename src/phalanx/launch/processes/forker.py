@@ -116,13 +116,13 @@ def serve(end: socket.socket, begin: Begin, **hello: object) -> None:
                     os.close(fd)
                 _become_rank(packet, fds, forker_pid)
                 its.shutdown(socket.SHUT_WR)
-                its.recv(1)  # returns once the supervisor knows of this rank; only then may it end
+                its.recv(1)  # returns once the supervisor knows of this rank; only then may the rank end
                 its.close()
                 return begin(packet)
             its.close()
             for fd in fds:
                 os.close(fd)
-            ours.recv(1)  # returns once the rank leads a process group, which can be signalled, or has died
+            ours.recv(1)  # returns once the rank has died, or leads a process group and so can be signalled
             living[pid] = os.pidfd_open(pid)
             channel.send({"started": pid, "rank": packet["start"]})
             ours.close()
@@ -140,7 +140,7 @@ def _bury(channel: PacketSocket, living: dict[int, int], pid: int) -> None:
     _signal_group(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     os.close(living.pop(pid))
-    end_children(living)  # processes that had left the rank's group; living ranks adopt their own
+    end_children(living)  # processes that had left the rank's group; orphans of living ranks are not our children
     channel.send({"ended": pid, "status": status})
 
 
@@ -154,7 +154,7 @@ def _become_rank(packet: Mapping[str, Any], fds: Sequence[int], forker_pid: int)
     die_with_parent(forker_pid)
     adopt_orphans()  # so that daemons of this rank become its children, and end with the rank
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SUPERVISORS_SIGNALS)
-    os.setsid()  # otherwise it could open /dev/tty; the kernel suspends background processes that use it
+    os.setsid()  # otherwise it could open the terminal, and the kernel suspends background processes that use it
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
     for fd in fds:
@@ -174,7 +174,7 @@ def execute(command: Sequence[str]) -> Begin:
     """Return a function that makes a forked rank run `command`."""
 
     def begin(packet: Mapping[str, Any]) -> None:
-        for sig in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these; the program must not inherit that
+        for sig in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals; the program must not
             signal.signal(sig, signal.SIG_DFL)
         argv = list(command)
         if packet["argument"]:  # insert it right after the script or the module
@@ -201,7 +201,7 @@ def serve_preloaded(loaded_before: Collection[str]) -> None:
     settings = json.loads(_env.take(SETTINGS_VARIABLE))
     try:
         _prepare_and_serve(channel, modules, settings, loaded_before)
-    except BaseException as error:  # Python's site module would ignore it, and run the script here
+    except BaseException as error:  # Python's site module would ignore the error, and run the script here
         print(f"the process that starts the ranks failed: {error!r}", file=sys.stderr, flush=True)
         os._exit(1)
 
@@ -212,14 +212,14 @@ def _prepare_and_serve(
     settings: Mapping[str, str],
     loaded_before: Collection[str],
 ) -> None:
-    gc.disable()  # imports leave little garbage, and looking for it takes a sixth of their time
+    gc.disable()  # imports leave little garbage, and the collector takes a sixth of the imports' time
     imports = Imports()
     trouble = import_shared(imports, settings)
     unfit = set[str]()
     modules_files, left_out = modules
     if modules_files and not trouble:
         unfit = replay([_read_json(path) for path in modules_files], imports, left_out)
-        atexit.register(gc.unfreeze)  # runs in a rank; otherwise libraries report frozen objects as leaked
+        atexit.register(gc.unfreeze)  # runs when a rank exits; otherwise libraries report frozen objects as leaked
     gc.freeze()  # so that the collector does not touch these pages, and they stay shared
     gc.enable()
     begin, can_go_on = way_into_script(sys.orig_argv, loaded_before, imports)

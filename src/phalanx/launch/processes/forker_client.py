@@ -100,7 +100,7 @@ class Forker:
     def start_rank(
         self, rank: int, environ: Mapping[str, str], fds: Sequence[int], cpus: Sequence[int], argument: str = ""
     ) -> None:
-        """Ask the forker to fork a rank; its packet ``{"started": pid, "rank": rank}`` will report the rank's pid."""
+        """Ask the forker to fork a rank; its answer ``{"started": pid, "rank": rank}`` reports the rank's pid."""
         packet = {
             "start": rank,
             "environ": environ,
@@ -125,7 +125,7 @@ class Forker:
                 os.kill(self.pid, signal.SIGCONT)
 
     def status(self) -> int:
-        """Return the forker's wait status. Call this only after the channel has closed, when the forker ends soon."""
+        """Return the forker's wait status. Call this only after the channel has closed: the forker then ends soon."""
         if self._status is None:
             self._status = reap(self.reaper_pid, KILL_S)  # the reaper ends with the forker's status
         return signal.SIGKILL if self._status is None else self._status

@@ -141,8 +141,8 @@ class Forkers:
         """Send `sig` to ranks to end them; skip ranks that have ended.
 
         If the ranks are Python scripts, only the ranks themselves receive the signal: to shut down, they may need
-        processes that they have started, such as a logger's. Other programs may not pass the signal on, so their whole
-        process groups receive it. SIGKILL always goes to the whole group.
+        processes that they have started, such as a logger's. Other programs do not always pass the signal on, so their
+        whole process groups receive it. SIGKILL always goes to the whole group.
         """
         self.signal(sig, pids, groups=sig == signal.SIGKILL or not self._job.is_python)
         self.signal(signal.SIGCONT, pids, groups=True)  # a suspended rank could not obey
@@ -153,7 +153,7 @@ class Forkers:
             if own := [pid for pid in pids if pid in serving.pids]:
                 serving.forker.signal(sig, own, groups=groups)
             else:
-                serving.forker.go_on()  # it may be about to fork one of these ranks
+                serving.forker.go_on()  # this forker may be about to fork one of these ranks
 
     def kill(self) -> None:
         """Kill all forkers, and thereby all ranks."""

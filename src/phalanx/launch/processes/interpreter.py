@@ -58,7 +58,7 @@ class Interpreter:
         if len(files) != 1 or len(lists) != 1 or any(words[files[0] - 2 : files[0]]):
             raise RuntimeError("this Python's configuration is not laid out as expected")
         self._file, self._argv = (self._config + _WORD_BYTES * found for found in (files[0], lists[0]))
-        self._module = self._file - _WORD_BYTES  # run_command, run_module, run_filename
+        self._module = self._file - _WORD_BYTES  # the order is run_command, run_module, run_filename
         if _read_back("run_filename") != full or _read_back("run_module") is not None:
             raise RuntimeError("this Python does not tell its configuration")
 
@@ -91,7 +91,7 @@ class Interpreter:
 
 
 def _absolute(path: str) -> str:
-    """Return a script's absolute path as CPython computes it: not normalised."""
+    """Return a script's absolute path as CPython computes it: not normalized."""
     return path if os.path.isabs(path) else f"{os.getcwd()}/{path}"
 
 

@@ -1,8 +1,8 @@
-"""Keeps memory shared between a process and its forks, and makes forking it cheap.
+"""Keeps memory shared between a process and its forks, and makes the forks cheap.
 
 Imported modules are hidden from the garbage collector (`gc.freeze`), so that their pages stay shared, and so that the
 interpreter does not visit the modules when it ends; unfreezing them at the end took 0.3 s per rank. Each rank gets a
-new ``__main__``, because the collector would never finalise the objects of a frozen one.
+new ``__main__``, because the collector would never finalize the objects of a frozen one.
 
 If a process forks often (the servers of `phalanx.testing` and ``--fast-ranks``, pytest with our mark, a warm process),
 its memory is collapsed into huge pages, because copying and freeing the page table of 70,000 pages takes a third of the
@@ -91,7 +91,7 @@ def _collapse() -> None:
 
 
 def _own_memory() -> Iterator[tuple[int, int, int]]:
-    """Yield, for each nearly full memory range of this process, its part in whole huge pages and its unused bytes."""
+    """Yield, for each nearly full memory range: begin and end of the whole huge pages in it, and its unused bytes."""
     is_own = False
     with open("/proc/self/smaps") as file:
         for line in file:

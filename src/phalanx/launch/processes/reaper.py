@@ -79,7 +79,7 @@ def fork_server() -> None:
 
 
 def _close_all_but(descriptor: int) -> None:
-    """Close all inherited descriptors but one; with a copy of a socket, we would hide the owner's end from the peer."""
+    """Close all inherited descriptors but one. A copy of a socket would hide from its peer that the owner has ended."""
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
 
@@ -111,7 +111,7 @@ def _keep(parent: int, pid: int, patience_s: float = 0.0) -> NoReturn:
     select.select([parent, child], [], [])
     if children_of(pid):  # a child without children, such as a standby that still imports, gets no time
         select.select([child], [], [], patience_s)
-    os.kill(pid, signal.SIGKILL)  # the kernel then kills the ranks, and makes us the parent of the rest
+    os.kill(pid, signal.SIGKILL)  # the kernel then kills the ranks, and makes us the parent of all other descendants
     # The child stays a zombie until we end, so that no other process gets its pid while the supervisor may kill it.
     ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     end_children((pid,))

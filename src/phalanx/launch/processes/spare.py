@@ -31,7 +31,7 @@ class Loaded:
 
     Attributes:
         interpreter: Interpreter of the process, which can still be made to run any script.
-        environ: Environment with which it has imported torch.
+        environ: Environment in which the process has imported torch.
         imports: Record of the modules that the process has imported.
         before: Modules that Python itself had loaded when it started.
         shared: Modules that ranks keep; all other modules belong to the supervisor.
@@ -114,7 +114,7 @@ def _become_forker(channel: PacketSocket, loaded: Loaded, supervisor_pid: int) -
 def forget_all_but(shared: Collection[str]) -> None:
     """Forget every imported module that is not in `shared`.
 
-    Otherwise, if the script has a module of the same name, the script would get ours.
+    Otherwise, a script that has its own module of that name would get ours.
     """
     for name in set(sys.modules).difference(shared):
         module = sys.modules.pop(name)

@@ -61,7 +61,7 @@ class Standby:
         return True
 
     def _start(self, environ: Mapping[str, str], files: Sequence[str]) -> None:
-        with contextlib.suppress(OSError):  # no process or descriptor is left: restarts are slower
+        with contextlib.suppress(OSError):  # if no process or descriptor is left, restarts are slower
             self._start_importing(environ, files)
 
     def _start_importing(self, environ: Mapping[str, str], files: Sequence[str]) -> None:
@@ -113,7 +113,7 @@ class Standby:
         self._has_relieved = False
 
     def hand_over(self, environ: Mapping[str, str]) -> tuple[Forker, Output] | None:
-        """Hand over the standby's forker, with its output; None if it is not ready, or its environment is another."""
+        """Hand over the forker and its output; None if the forker is not ready or has another environment."""
         forker = self._forker
         if forker is None or not (self._is_ready and forker.channel.alive and self._environ == environ):
             return None

@@ -132,7 +132,7 @@ class Receiver:
             ValueError, TypeError, KeyError: The message is not an offer of a node of this job.
             _Refusal: The message is meant for another node.
         """
-        if not self._is_known.wait(REPLICA_NAMED_S):  # other nodes may know it before this replicator does
+        if not self._is_known.wait(REPLICA_NAMED_S):  # other nodes may know this node's id before this replicator does
             raise ValueError("nobody knows this node")
         if told["run_id"] != self._run_id or told["holder"] != self.me:
             raise _Refusal("another node has this address")
@@ -187,7 +187,7 @@ class Receiver:
         return offsets
 
     def _choose(self, number: int, safe: tuple[int, int]) -> int:
-        """Return the older of an image's two regions, which may be overwritten, but never one of the safe snapshot."""
+        """Return the offset of the image's region to overwrite: the older one, but never that of the safe snapshot."""
         found = []
         for slot in range(FETCHED_SLOT):
             offset = layout.region_of_others(number, slot)

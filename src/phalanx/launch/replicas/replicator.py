@@ -15,8 +15,9 @@ then tells the holder to mark them as whole.
 **Training goes first.** A piece has as many bytes as the link carries in 4 ms (8 KiB at least), and is answered before
 the next piece is sent. So a message of the ranks never waits behind more than one piece. After each piece, the link is
 left alone for as long as the piece took. A rate limit (SO_MAX_PACING_RATE) would need a number that nobody knows. After
-a copy, the process rests until copying has cost 1 % of the processors' time on average. Training loses about three
-times as much, because this 1 % includes neither the kernel's work for the link nor the effect of colder caches.
+a copy, the process rests until copying has cost no more than 1 % of the processors' time on average. Training loses
+about three times as much, because this 1 % includes neither the kernel's work for the link nor the effect of colder
+caches.
 
 **If the replicator dies,** the supervisor starts it again after a pause that doubles each time. The new process waits
 out the pause itself, so the supervisor needs no timer. The supervisor keeps the listener open, so the port that other

@@ -37,7 +37,7 @@ from phalanx.launch.run.supervisor import Supervisor
 
 
 def run_on_this_node(ranks: Supervisor, job: Job) -> Ending | None:
-    """Start the ranks until they succeed or may not be restarted; return the cause of the failure, None on success.
+    """Start the ranks until they succeed or no restart is left; return the cause of the failure, None on success.
 
     Raises:
         SystemExit: Another process has taken the port; the console says so.
@@ -168,7 +168,7 @@ class RestartPolicy:
 
 
 def _common_mistake(ends: Sequence[Ending]) -> str:
-    """Return the exception, with its line, that every rank raised before it trained; empty if there is no such one."""
+    """Return the exception, with its line, that every rank raised before it trained; empty if there is none."""
     found = set()
     for end in ends:
         words = end.last_words

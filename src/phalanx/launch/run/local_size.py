@@ -1,8 +1,8 @@
 """The number of ranks on a node in each attempt.
 
-With ``--nproc-per-node MIN:MAX`` a node continues with fewer ranks when some can't be restarted, and adds them again
-later. Both depend on progress. An attempt has made progress if the supervisor's memory holds a snapshot of this attempt
-that is complete on every rank of the node.
+With ``--nproc-per-node MIN:MAX`` a node continues with fewer ranks when some can't be restarted, and adds the missing
+ranks again later. Both depend on progress. An attempt has made progress if the supervisor's memory holds a snapshot of
+this attempt that is complete on every rank of the node.
 
 - **Shrinking.** After an attempt that fails within 10 s and without progress, the next attempt has one rank fewer. If
   the failed attempt had MIN ranks, the job ends, because the same start would fail again.
@@ -51,7 +51,7 @@ class LocalSize:
         self._proven = 0  # number of ranks that made progress before MAX was tried again; 0: no trial
         self.is_trial: bool = False
         self._wait_s = job.regrow_after_s
-        self._attempt_before = newest_attempt(self._fd)  # newest one with snapshots here, when this one began
+        self._attempt_before = newest_attempt(self._fd)  # newest attempt with snapshots here when the current one began
         self._steps_seen: dict[bytes, int] | None = None  # newest steps at the last check, once the wait is over
 
     @property
@@ -122,7 +122,7 @@ class LocalSize:
     def go_on(self, num_ranks: int) -> None:
         """Begin the next attempt with `num_ranks`, after an attempt that ended for a reason outside this node.
 
-        If MAX is being tried, the trial continues, unless it has succeeded: MAX ranks have already made progress.
+        If MAX is being tried, the trial continues, unless MAX ranks have already made progress: it has then succeeded.
         """
         is_trial, proven = self.is_trial, self._proven
         if self.has_progress and self.num_ranks == self._job.num_local_ranks:

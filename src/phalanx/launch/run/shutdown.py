@@ -6,8 +6,9 @@ the rank has ended. SIGKILL goes to whole process groups. With ``--no-python``, 
 groups, because a wrapper may not forward signals. `phalanx._torch.shield` explains how workers survive a signal that
 somebody sends to every process.
 
-**Preemption.** A rank that was asked to end and can resume exits with 75 (EX_TEMPFAIL). It has saved unless weights are
-not finite. The supervisor gives the other ranks their grace period, restarts nothing, and exits with 75 itself.
+**Preemption.** A rank that was asked to end and can resume exits with 75 (EX_TEMPFAIL). It has saved its state, unless
+weights are not finite. The supervisor gives the other ranks their grace period, restarts nothing, and exits with 75
+itself.
 
 **A lost Ctrl-C.** If a KeyboardInterrupt is raised in a callback, for instance during an import, Python prints it and
 continues. The supervisor recognizes the message on the rank's stderr, hides it, and sends SIGINT again. While the
@@ -101,7 +102,7 @@ class Shutdown:
             silent = not culprit.signal and not culprit.last_words.kind
             awaited = silent and any(rank.said_why for rank in running)
         give_up_s = self._first_failure_s + CAUSE_S
-        if self._job.max_restarts and culprit.raised and not awaited:  # see `attempts`: others may raise it, too
+        if self._job.max_restarts and culprit.raised and not awaited:  # others may raise this error, see `attempts`
             awaited, give_up_s = bool(running), self._first_failure_s + SAME_S
         if culprit.preempted or culprit.ended_for_restart:  # the other ranks end on their own, too
             awaited, give_up_s = True, self._first_failure_s + self._job.grace_s

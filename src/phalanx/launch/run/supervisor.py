@@ -1,7 +1,7 @@
 """Starts the ranks and watches them; `console` shows their output, `signals` obeys signals, `shutdown` ends the ranks.
 
-``phalanx run train.py`` -> flags -> plan -> `Job` -> supervisor. The supervisor forks the forker at once. While the
-forker imports torch, the supervisor is already prepared for output and signals (within 0.1 s). Its loop (see
+``phalanx run train.py`` -> flags -> plan -> `Job` -> supervisor. The supervisor forks the forker at once. Within 0.1 s,
+while the forker is still importing torch, the supervisor is ready for output and signals. Its loop (see
 `screen.events`) wakes for output, for a signal, for a message of the forker about a rank, or at the end of a grace
 period.
 

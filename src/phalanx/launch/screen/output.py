@@ -37,7 +37,7 @@ _HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 
 
 def printable(text: str) -> bytes:
-    """Return a text of the launcher without the control characters of ranks or hosts that the text quotes."""
+    """Return a text of the launcher with control characters replaced: the text may quote ranks or hosts."""
     return text.translate(_CONTROLS).encode(errors="backslashreplace")
 
 
@@ -93,7 +93,7 @@ class Screen:
             self.write(b"\n")
 
     def lend(self, borrower: LiveStream) -> None:
-        """Give the cursor to a debugger, on a line of its own, until `borrower` is None again."""
+        """Give the cursor to a debugger, on a line of its own, until ``self.borrower`` is None again."""
         self.borrower = borrower
         if self.writer is not borrower:
             self.end_line()

@@ -46,7 +46,7 @@ class StragglerWatch:
         self._ledger: Ledger | None = None
         self._next_s = self._judge_s = now_s() + _JUDGE_S
         self._named: Sequence[int] = ()  # ranks that the last summary named
-        self._since_s = 0.0  # time since which every summary has named them
+        self._since_s = 0.0  # time since which every summary has named these ranks
         self._said: set[int] = set()
 
     @property

@@ -14,8 +14,8 @@ from phalanx._text import named
 from phalanx.failure.tracebacks import Stream
 from phalanx.launch.deadlines import SAME_S
 
-_WARNING = re.compile(rb"^\S.*:\d+: \w*Warning: ")  # Python's; a line of source may follow
-_LOGGED = re.compile(rb"^\[[EWI]\d{4} [\d:.]+ (?:\d+ )?")  # torch's C++, with the time and perhaps the thread
+_WARNING = re.compile(rb"^\S.*:\d+: \w*Warning: ")  # a warning of Python; a line of source code may follow
+_LOGGED = re.compile(rb"^\[[EWI]\d{4} [\d:.]+ (?:\d+ )?")  # a line of torch's C++ code: time, perhaps thread
 
 
 @dataclasses.dataclass
@@ -30,7 +30,7 @@ class WarningFilter:
     """Gathers the warnings of an attempt's ranks, and shows each one once.
 
     Args:
-        show: Function that writes whole lines above the unfinished one.
+        show: Function that writes whole lines above the unfinished line.
         num_ranks: Number of ranks whose output is shown here.
     """
 

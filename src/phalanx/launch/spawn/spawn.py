@@ -1,4 +1,4 @@
-"""`phalanx.spawn`: a function on several ranks of this machine, from a script, a notebook or a test.
+"""`phalanx.spawn`: runs a function on several ranks of this machine, for a script, a notebook or a test.
 
 Each rank imports the script, as with ``torch.multiprocessing.spawn``, so top-level code such as a seed takes effect in
 each rank. A function that a notebook's cell or ``python -c`` defines is sent by value (cloudpickle).
@@ -23,7 +23,7 @@ from phalanx.launch.environment import thread_environment
 from phalanx.launch.spawn.workers import Workers
 
 _RIGHT = "right: phalanx.spawn(fn, args=(first, second), nprocs=2)"
-_said: set[str] = set()  # remarks about other launchers that have been printed
+_said: set[str] = set()  # printed remarks about other launchers
 _INSTEAD = "\nor call fn(phalanx.init().rank) alone: a launcher has started this script on each rank"
 
 

@@ -280,7 +280,7 @@ def _settle(rank: int, assignment: Assignment) -> None:
 
 
 def _let_go_of_server() -> None:
-    """Close this rank's copy of the descriptor that keeps the server running: only the parent's copy may do that.
+    """Close this rank's copy of the descriptor that keeps the server running: only the parent may keep it running.
 
     multiprocessing passes the descriptor's number on to children of this rank, so the number stays open, on /dev/null.
     """
@@ -294,7 +294,7 @@ def _let_go_of_server() -> None:
 def _report(pipe: connection.Connection, error: BaseException) -> None:
     when_s = time.monotonic()
     words = LastWords.of_error(error)
-    from phalanx.record import writer  # not at the top: it loads the core, which the parent may not need
+    from phalanx.record import writer  # not at the top: it loads the core, which not every parent needs
 
     writer.note(words.note)
     stand_in = RuntimeError(class_and_message(error))

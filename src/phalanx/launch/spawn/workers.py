@@ -85,11 +85,11 @@ class _Servers:
         return {one["_forkserver_pid"] for one in states}, {one["_forkserver_alive_fd"] for one in states}
 
     def _end_one(self) -> bool:
-        """End the least recently used server without ranks; return whether there was one.
+        """End the least recently used server without ranks; return False if all servers have ranks.
 
         Whether a server has ranks is found through the process that multiprocessing started, normally the server's
-        parent. A server that a warm process has forked is not a child of that process, so its ranks can't be seen and
-        it is left alone.
+        parent. A server that a warm process has forked has another parent, so its ranks can't be seen and it is left
+        alone.
         """
         for key, state in self._states.items():
             reaper = state["_forkserver_pid"]
@@ -180,14 +180,14 @@ class Workers:
     ) -> None:
         require_linux("starting ranks", "start the script with torchrun")
         if getattr(multiprocessing.current_process(), "_inheriting", False):
-            os._exit(_NO_GUARD)  # the parent reports it, once for all ranks
+            os._exit(_NO_GUARD)  # the parent reports the mistake, once for all ranks
         call = (fn, tuple(args)) if forked else _sendable(fn, args)
         self._folder = tempfile.TemporaryDirectory(prefix="phalanx-ranks-")
         self._port = ReservedPort()
         self._notes = Notes()
         self._notes.note_attempt("phalanx.spawn", "", "", num_ranks)
         self._boxes = BoxMemory(num_ranks)
-        # Ranks that are forked from this process run a test; it ends too soon for kept memory to be of use.
+        # Ranks that are forked from this process run a test, which ends too soon for kept memory to be of use.
         wanted = environ.get(_env.MEMORY_VARIABLE, "default" if forked else "auto")
         self._forked = forked
         self._orphans = Orphans() if forked else None
@@ -345,7 +345,7 @@ class Handle:
     """One rank as the parent sees it; owns its pipe, its pidfd and its process object.
 
     Attributes:
-        points: Payloads of the points that the rank has reported as ``reached``, by point.
+        points: Payloads that the rank has sent with ``reached``, by point.
     """
 
     def __init__(
@@ -383,7 +383,7 @@ class Handle:
             self._pipe.send_bytes(pickle.dumps(message))
 
     def take_news(self) -> None:
-        ended = not self.process.is_alive()  # checked first: if it has ended, the pipe holds all that it has sent
+        ended = not self.process.is_alive()  # checked first: if the rank has ended, all that it sent is in the pipe
         try:
             while not self._pipe.closed and self._pipe.poll():
                 self._take(self._pipe.recv_bytes())
@@ -394,7 +394,7 @@ class Handle:
 
     def _record_end(self) -> None:
         self.ended = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # ends what a killed rank left in its group
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # ends processes that a killed rank left
             os.killpg(self.outcome.pid, signal.SIGKILL)
         self.outcome.exitcode = self.process.exitcode
         self.outcome.when_s = self.outcome.when_s or time.monotonic()
@@ -428,5 +428,5 @@ class Handle:
             os.close(self._pidfd)
             self._pidfd = None
         if self.ended:
-            with contextlib.suppress(ValueError):  # it was closed before
+            with contextlib.suppress(ValueError):  # the process object was closed before
                 self.process.close()

@@ -43,12 +43,12 @@ _NOT_PASSED_ON = {getattr(signal, name) for name in _OURS.split()}
 
 
 def is_asked_for(argv: Sequence[str] = ()) -> bool:
-    """Return whether this may be a warm start. A script's own ``--warm`` in `argv` counts, too."""
+    """Return whether the user may have asked for a warm start; a script's own ``--warm`` in `argv` also counts."""
     return "--warm" in argv or _env.is_on(_env.environment().get(_env.WARM_VARIABLE, ""))
 
 
 def hand_over(kind: str, words: Sequence[str], *, passes_signals: bool = True, is_trial: bool = False) -> list[str]:
-    """Let a warm process do the work of this process, and end with its status. If none does, return their reasons.
+    """Let a warm process do this process's work, then end with that work's status. If none does it, return the reasons.
 
     Args:
         kind: "run" for a job of ``phalanx run``, "server" for the fork server of ``phalanx.spawn``.
@@ -76,7 +76,7 @@ def connect(path: str) -> PacketSocket | None:
 
 
 def _greeted(channel: PacketSocket, path: str) -> str:
-    """Wait for the greeting of a warm process, which may still be importing torch; return the problem with it, or "".
+    """Wait for the greeting of a warm process, which may still be importing torch; return what is wrong, or "".
 
     A process that does not answer in time is suspended or stuck, and its socket is removed.
     """

@@ -1,4 +1,4 @@
-"""The parent of a warm job's supervisor: reports the supervisor's end to the client, and ends the job with the client.
+"""The parent of a warm job's supervisor. Reports the supervisor's end to the client; if the client ends, ends the job.
 
 Guards are children of the warm process, in sessions of their own; a running job does not depend on the warm process.
 The guard is the supervisor's parent, so it learns the wait status even of a supervisor that was killed. It is not the
@@ -223,7 +223,7 @@ def _be_fork_server(place: _Place, loaded: Loaded) -> NoReturn:
     _env.withdraw([_env.WARM_VARIABLE])  # the variable is meant for this process only
     forget_all_but(loaded.shared)
     sys.argv[:], sys.orig_argv[:] = ["-c"], request["words"]
-    del sys.modules["sitecustomize"]  # ours, which is running; now the user's own is imported
+    del sys.modules["sitecustomize"]  # our own, which is running; the user's is imported next
     site.execsitecustomize()
     if site.ENABLE_USER_SITE:
         site.execusercustomize()

@@ -40,7 +40,7 @@ def run_warm(
     *,
     passes_signals: bool = True,
 ) -> str:
-    """Let a warm process do the work of this process, and end with its status. If none does, return the reason.
+    """Let a warm process do this process's work, then end with that work's status. If none does it, return the reason.
 
     Args:
         kind: Argument of `client.hand_over`.
@@ -68,7 +68,7 @@ def run_warm(
 
 
 def stand_for_server() -> str:
-    """Let a warm process act as the fork server that multiprocessing has started. If none does, return the reason."""
+    """Let a warm process act as the fork server that multiprocessing has started; if none does, return why."""
     os.setpgid(0, 0)  # out of the process group of the spawning process, which may be killed as a group
     die_with_parent(os.getppid())  # the server in turn ends with this process
     return run_warm("server", sys.orig_argv, _env.environment(), passes_signals=False)
@@ -168,7 +168,7 @@ def _execute(
             _env.WARM_SERVER_VARIABLE: f"{listener.fileno()}:{words}:{path}",
             SETTINGS_VARIABLE: json.dumps(dict(settings)),
         }
-        kept = {name: value for name, value in environ.items() if name != _env.TRIAL_VARIABLE}  # it belongs to one job
+        kept = {name: value for name, value in environ.items() if name != _env.TRIAL_VARIABLE}  # it is for one job
         os.execve(sys.executable, [sys.executable, _NAME], {**with_hook(kept), **serves})
     finally:
         os._exit(1)
@@ -180,7 +180,7 @@ def describe(path: str) -> dict[str, Any] | None:
 
 
 def stop(path: str) -> int | None:
-    """End the warm process that listens at a socket; return its pid, 0 if the pid is unknown, None if there is none.
+    """End the warm process that listens at a socket; return its pid, 0 if unknown, None if no process listens.
 
     A process that does not answer, such as one that is still importing torch, is killed.
     """

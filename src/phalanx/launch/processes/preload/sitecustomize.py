@@ -22,20 +22,20 @@ if _rest:
 else:
     del os.environ["PYTHONPATH"]
 
-sys.path.insert(0, _PACKAGES)  # phalanx may be on the supervisor's path alone
+sys.path.insert(0, _PACKAGES)  # the supervisor may have found phalanx on a path that we lack
 try:
     if "PHALANX_WARM_SERVER" in os.environ:
         from phalanx.launch.warm.loader import serve_warm as serve
     else:
         from phalanx.launch.processes.forker import serve_preloaded as serve
-except BaseException as error:  # Python's site module would ignore it, and run the script here, as one rank
+except BaseException as error:  # Python's site module would ignore the error, and run the script here
     print(f"can't load phalanx from {_PACKAGES}: {error!r}", file=sys.stderr, flush=True)
     os._exit(1)
 
 sys.path.remove(_PACKAGES)
 serve(_LOADED_BEFORE)
 
-# Now import the user's own sitecustomize, if there is one. If not, the import fails as it would have failed without us;
-# the site module expects that, and removes this module from sys.modules.
+# Now import the user's own sitecustomize. If there is none, the import fails as it would have failed without us; the
+# site module expects that.
 del sys.modules["sitecustomize"]
 import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401
