@@ -27,7 +27,7 @@ _RESOURCES = tuple(getattr(resource, name) for name in dir(resource) if name.sta
 
 
 def installed_modules(besides: Collection[str] = ()) -> list[str]:
-    """Return the modules of installed packages that this process has imported, in the order of their import.
+    """Return the imported modules of installed packages, except `besides`, in the order of their import.
 
     Tests and code that is not installed are left out, because each process must import them itself.
     """

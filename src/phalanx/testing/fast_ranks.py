@@ -325,7 +325,7 @@ _originals: dict[str, Any] = {}
 
 
 def begin() -> None:
-    """From now on, fork all processes that are started by spawn or forkserver from a server. Idempotent."""
+    """From now on, fork from a server all processes that are started by spawn or forkserver. Idempotent."""
     global _servers
     if _servers is not None or not sys.platform.startswith("linux"):
         return

@@ -112,7 +112,7 @@ def _has_touched_device() -> bool:
 
 _folder = _env.take(_env.FAST_RANKS_VARIABLE)
 fork_server()
-# the pid belongs to an adopted process
+# the unexpected pid is that of an adopted process
 warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
 atexit.register(gc.unfreeze)
 _server = _Server(_folder)

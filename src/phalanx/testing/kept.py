@@ -18,8 +18,8 @@ from phalanx.launch.spawn.worker import Function, dumps, load_function
 from phalanx.testing.rank import await_release, reached
 from phalanx.testing.ranks import spawn_ranks
 
-_NEVER_S = 1e6  # a rank waits for its next call without a real limit
-_AFTER_HANG_S = 1.0  # time for ranks that have returned from the call to end; the ranks that hang are then killed
+_NEVER_S = 1e6  # limit for a rank's wait for its next call: in effect none
+_AFTER_HANG_S = 1.0  # when ranks hang: time for the other ranks to end, before the hanging ranks are killed
 _MAX_ROWS = 400  # maximum number of lines in a failure's report, the same as for new ranks
 
 

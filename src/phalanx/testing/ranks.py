@@ -207,7 +207,8 @@ class Ranks:
         Args:
             timeout_s: Seconds after which ranks that have not ended are killed.
             stop_at_failure: Whether the other ranks get only a few more seconds once a rank has failed. Once a rank has
-                skipped the test, they get only a few more seconds in any case, and `join` then skips the test, too.
+                skipped the test, the others get only a few more seconds in any case, and `join` then skips the test,
+                too.
         """
         __tracebackhide__ = True
         workers = self._workers

@@ -36,7 +36,7 @@ class Call:
         shape: Shape of one rank's block.
         dtype: Dtype of all tensors.
         reduce_op: Reduction, if the operation has one.
-        root: Rank in the group of the source or destination, if the operation has one.
+        root: Rank, in the group, of the source or destination, if the operation has one.
         seed: Seed of the inputs.
         async_op: Whether the call is asynchronous.
         in_place: Whether this rank's input shares memory with the output, if the operation has both.

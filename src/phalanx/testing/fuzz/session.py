@@ -1,4 +1,4 @@
-"""Ranks that run programs one after another, all for the same world size, hosts and settings; and the outcomes."""
+"""Ranks that run programs one after another, on one number of ranks and hosts; and the programs' outcomes."""
 
 from __future__ import annotations
 

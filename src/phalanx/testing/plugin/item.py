@@ -7,8 +7,8 @@ request ``rank`` are left out of the parent's setup and computed on the ranks.
 
 A fork copies only one thread, so a test is rejected, with a message, if this process has initialized CUDA or has a
 default process group or another object that can't be forked; such tests can use `run_ranks`, which forks from a server.
-If pytest is killed, the kernel ends its ranks, and a shell that waits for their end (`launch.spawn.cleaner`) ends the
-processes that they have started.
+If pytest is killed, the kernel ends its ranks, and a shell that waits for pytest's end (`launch.spawn.cleaner`) kills
+the processes that the ranks have started.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def world_size_of(request: pytest.FixtureRequest) -> int:
 
 
 def _computed_by_ranks(item: Any) -> list[str]:
-    """Return the fixtures of a test that each rank computes: those that differ by rank, and those that request one."""
+    """Return the fixtures of a test that each rank computes: those that differ by rank, and those that request them."""
     info = getattr(item, "_fixtureinfo", None)
     if info is None:
         return []
@@ -166,7 +166,7 @@ def _fork(group: Group, options: Options, task: Task) -> Workers:
 
 
 def _limit_s(item: pytest.Item, own_s: float, spent_s: float) -> float:
-    """Return the limit of a test: its own, or less than pytest-timeout's, so that our report, with ranks, is first."""
+    """Return the limit of a test: its own, or less than pytest-timeout's, so that our report is printed first."""
     mark = item.get_closest_marker("timeout")
     given: Any = None
     if mark is not None:
@@ -219,7 +219,7 @@ def _take_over(item: pytest.Item, told: list[Told]) -> None:
 
 
 def _take_over_marks(item: pytest.Item, outcomes: list[Ending], told: list[Told]) -> None:
-    """Adopt marks, such as xfail, that the test added to itself: on all failed ranks or, if none failed, on any."""
+    """Adopt marks, such as xfail, that the test gave itself on all failed ranks or, if no rank failed, on any rank."""
     failed = [told[outcome.rank].marks for outcome in outcomes if outcome.failed and not outcome.is_victim]
     for mark in (mark for one in told for mark in one.marks):
         if mark not in item.own_markers and all(mark in marks for marks in failed):

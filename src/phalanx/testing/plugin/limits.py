@@ -32,7 +32,7 @@ def check_room(world_size: int) -> None:
 
 
 def words_of_refused_fork(world_size: int, error: OSError) -> str:
-    """Return the message for the failure of a fork, because the system allows no more processes."""
+    """Return the message for a fork that failed because the system allows no more processes."""
     return (
         f"{world_size} ranks can't be forked: {error.strerror or error}; the user (ulimit -u), the container "
         "(pids.max) or the memory allows no more processes: take fewer ranks, or fewer workers of pytest-xdist"

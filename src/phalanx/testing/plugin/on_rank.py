@@ -99,7 +99,7 @@ def run_test(rank: int, group: Group, task: Task, random_state: Any, seed: bytes
     global _rank, _group
     import torch.distributed as dist
 
-    gc.freeze()  # otherwise the garbage collector would write to the parent's objects, and copy their pages
+    gc.freeze()  # otherwise the garbage collector would write to objects shared with the parent, and copy their pages
     random.setstate(random_state)  # otherwise each forked process would have a different state
     _draw_alike(seed)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

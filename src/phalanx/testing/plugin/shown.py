@@ -37,7 +37,7 @@ _SECOND_GROUP = "initialize the default process group twice"
 
 
 def of_lines(lines: Sequence[str], item: pytest.Item) -> Any:
-    """Return a failure that consists of lines only."""
+    """Return lines as a failure in pytest's form."""
     path, line, _ = item.reportinfo()
     crash = ReprFileLocation(str(path), (line or 0) + 1, lines[0])
     return ExceptionChainRepr([(_plain(lines), crash, None)])
