@@ -18,8 +18,7 @@ _FORBIDDEN_SIGNALS = {"SIGKILL", "SIGSTOP"}  # they can't be handled
 def number(
     kind: Callable[[str], float], least: float, what: str, *, most: float = math.inf, words: Sequence[str] = ()
 ) -> Callable[[str], Any]:
-    """Return a parser for a number from `least` to `most`, or for one of `words`; an error says that it must be
-    `what`."""
+    """Return a parser for a number from `least` to `most`, or one of `words`; an error says that it must be `what`."""
 
     def parse(text: str) -> float | str:
         if text in words:

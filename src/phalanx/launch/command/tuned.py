@@ -1,5 +1,4 @@
-"""Settings that ``phalanx tune`` found for a script, in ``logs/<script>/tuned.json``; later runs use them by
-default."""
+"""Settings that ``phalanx tune`` found for a script, in ``logs/<script>/tuned.json``; later runs use them."""
 
 from __future__ import annotations
 
