@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 CAUSE_S: Final = 3.0
-"""Time from a failure that another rank has caused to the failure of that rank, which may still be exiting."""
+"""Time for the cause of a failure to appear, if another rank is the cause: that rank may still be exiting."""
 
 SAME_S: Final = 0.5
 """Time for other ranks to raise the same exception, or to print the same warning, as the first rank."""
@@ -63,7 +63,7 @@ REPLICA_CONNECT_S: Final = 3.0
 """Time for connecting to another host's replicator."""
 
 REPLICA_HEARD_S: Final = 5.0
-"""Time for a replicator to confirm an offer. If it takes longer, it is suspended (SIGSTOP) or being restarted."""
+"""Time for a replicator to confirm an offer, unless it is suspended (SIGSTOP) or being restarted."""
 
 REPLICA_SILENCE_S: Final = 20.0
 """Time for the next bytes of a copy, or for a whole message, to arrive."""

@@ -325,7 +325,7 @@ class _Reader:
             yield _text_of(first) or _ANYTHING
 
     def _is_set(self, name: str | None) -> bool:
-        return name in self._environ or name in self.settings or name == THREADS_VARIABLE  # the launcher sets this one
+        return name in self._environ or name in self.settings or name == THREADS_VARIABLE  # the launcher sets it
 
     def _is_bound(self, expression: ast.expr) -> bool:
         """Return whether an expression is certain to be the environment."""

@@ -88,7 +88,7 @@ class Agent:
         ] = {}  # for each peer: when it sent its last heartbeat (its clock), and when that heartbeat arrived (ours)
         self._clocks = Clocks()
         self._nodes: dict[str, Node] = {}  # linked nodes by id
-        self._signs: dict[str, messages.LossSign] = {}  # how the loss of a node was noticed, by host
+        self._signs: dict[str, messages.LossSign] = {}  # for each host: how this node noticed the loss of a node there
         self._num_ranks: dict[str, int] = {}  # number of ranks of each node in this node's latest attempt
         self._waits_for = ("", 0.0, False)
         self._seen: dict[str, Node] = {}  # members of the job that this node saw before it became a member

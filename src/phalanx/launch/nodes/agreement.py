@@ -69,7 +69,7 @@ _MAX_PLACES = 1000
 
 
 class Acts(Protocol):
-    """Actions that an agreement asks of its agent."""
+    """Actions that an `Agreement` asks of its agent."""
 
     def hand(self, peer: str, view: View, is_started: bool) -> None:
         """Send a view to a peer."""

@@ -38,7 +38,7 @@ def ending_of(cause: Cause) -> Ending:
 
 
 def with_own_kind(cause: Cause | None) -> Cause | None:
-    """Return `cause`, with kind `OTHER_SIDE` if a rank failed because another side of the job owns its folder."""
+    """Return `cause`, with kind `OTHER_SIDE` if a rank failed because another side of the job owns the job's files."""
     if cause is None or cause.kind.rpartition(".")[2] != OTHER_SIDE:
         return cause
     words = dataclasses.replace(cause.ending.last_words, kind=OTHER_SIDE)

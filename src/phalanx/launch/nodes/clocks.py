@@ -1,10 +1,10 @@
 """Offsets of other hosts' clocks, measured with the heartbeats.
 
 Each heartbeat says when the other side's last heartbeat was sent and when that heartbeat arrived. With the times at
-which the heartbeat itself is sent and arrives, that makes four times, two by each clock, as in NTP. The error is at
-most half the round trip, some 0.1 ms on a local network; offsets derived from collectives would be known only to within
-two training steps. The error of a measurement grows by 100 ppm of its age. The supervisor writes the offsets beside the
-black boxes of each attempt.
+which the heartbeat itself is sent and arrives, that makes four points in time, two by each clock, as in NTP. The error
+is at most half the round trip, some 0.1 ms on a local network; offsets derived from collectives would be known only to
+within two training steps. The error of a measurement grows by 100 ppm of its age. The supervisor writes the offsets
+beside the black boxes of each attempt.
 """
 
 from __future__ import annotations

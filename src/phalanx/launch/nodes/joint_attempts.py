@@ -29,8 +29,8 @@ the next view gives the node that number of ranks. The failure of a victim chang
   without a restart. The leader waits until all ranks have ended, for at most ``--shutdown-timeout``. The preempted node
   stays until it hears of the job's end: an early exit would count as a loss, and would stop ranks that are still
   saving.
-- **Ctrl-C on one node** ends the job on all. The launcher tells its agent at once, and stays until it hears of the
-  job's end. Ctrl-C takes precedence over all other causes but preemption. The leader waits until the ranks of the
+- **Ctrl-C on one node** ends the job on all nodes. The launcher tells its agent at once, and stays until it hears of
+  the job's end. Ctrl-C takes precedence over all other causes but preemption. The leader waits until the ranks of the
   interrupted node have ended, since they may be saving.
 """
 

@@ -16,7 +16,7 @@ Place = tuple[str, int]
 """Address and port of an agent."""
 NO_VIEW: Key = (0, 0)
 MOST_RANKS = 1 << 20
-"""Exclusive upper bound for the ranks of a node."""
+"""Exclusive upper bound for the number of ranks of a node."""
 _MOST_NODES = 10_000
 
 _Name = Annotated[str, cropped(300)]

@@ -46,9 +46,9 @@ class Imports:
     """Record of the top-level packages that this process has imported ahead, and of the variables that they have read.
 
     Attributes:
-        read: Value of each variable that a package has read, by package and name; None: the variable was not set.
-        outer: Packages whose import led to the import of a package, by the imported package.
-        readers: Modules whose import was running when a variable was read, by that variable.
+        read: Values of the variables that packages have read; keys: package, variable; None: the variable was not set.
+        outer: Packages whose import led to the import of a package; key: the imported package.
+        readers: Modules whose import was running when a variable was read; key: the variable.
     """
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ class Standby:
         self._environ: Mapping[str, str] = {}  # environment of the ranks of the next attempt
         self._files: Sequence[str] = ()  # files that name the modules to import
         self._left_out: tuple[str, ...] = ()  # packages not to import
-        self._last_folder = ""  # folder of the first rank at the last try
+        self._last_folder = ""  # folder of the first rank when a standby was last started
         self._has_relieved = False
 
     def prepare(self, environ: Mapping[str, str], rank_folders: Sequence[str]) -> bool:

@@ -7,8 +7,8 @@ store, on a new port unless the user named one, so no rank can read an address f
 **A mistake in the script is not retried.** A failure counts as a mistake if every rank raised the same exception at the
 same line within 10 s, with no snapshot and no sign of training. Once one rank has raised an exception, the other ranks
 get half a second to raise the same exception. Signs of training are a Trainer's step, a checkpoint, or more than 32
-collectives in one group; comparing models and broadcasting their weights takes fewer. Ranks note these signs in the
-launcher's memory when they save and when they leave a group.
+collectives in one group; comparing models and broadcasting their weights at the start takes fewer. Ranks note these
+signs in the launcher's memory when they save and when they leave a group.
 
 TORCHELASTIC_RESTART_COUNT counts every restart, because ranks use it to tell the snapshots of one attempt from those of
 another.

@@ -205,7 +205,7 @@ class SharedSize:
         return (culprit.rank, culprit.pid) == cause.of_process
 
     def is_to_be_asked_for(self, lived_s: float) -> int:
-        """Return MAX if the wait is over and a snapshot has just been taken, once in an attempt; otherwise return 0."""
+        """Return MAX, once in an attempt at most, if the wait is over and a snapshot was just taken; otherwise 0."""
         if self._has_asked or not self._now.may_regrow or not self._now.is_time_to_regrow(lived_s):
             return 0
         self._has_asked = True

@@ -35,7 +35,7 @@ _RAISED_S = 0.5  # an error that ended a step is recorded, or ends its rank, wit
 
 
 class Recovery:
-    """Follows each loss of a job until the first step after the loss.
+    """Follows each loss of a rank or node until the first step after the loss.
 
     Args:
         run: Folder of the run.
@@ -63,7 +63,7 @@ class Recovery:
         self._told_s = self._told_s or time.monotonic()
 
     def lost_rank(self, culprit: Ending, ends: Sequence[Ending]) -> None:
-        """Record why an attempt failed, before the next attempt starts."""
+        """Record why an attempt failed. Call this before the next attempt starts."""
         self._lost(Loss(ending=culprit), ends)
 
     def lost_node(self, lost: Ending, sign: LossSign | None, ends: Sequence[Ending]) -> None:
@@ -77,7 +77,7 @@ class Recovery:
         self._lost(loss, ends, since_s=sign.since_s, noticed_s=sign.noticed_s)
 
     def planned(self, ends: Sequence[Ending]) -> None:
-        """Record that an attempt was ended on purpose, before the next attempt starts."""
+        """Record that an attempt was ended on purpose. Call this before the next attempt starts."""
         self._lost(None, ends)
 
     def _lost(self, loss: Loss | None, ends: Sequence[Ending], *, since_s: float = 0.0, noticed_s: float = 0.0) -> None:
@@ -141,7 +141,7 @@ class Recovery:
         seen = self._seen
         if self._loss is None or not seen.has_ended_any:
             return
-        if self._before is None:  # read only now: while ranks start, they need the cores
+        if self._before is None:  # read only now, because ranks that start need the cores
             self._before = read_before(self._box_before())
         first = seen.first(self._before)
         if first is None or self._may_have_failed(first, ends):

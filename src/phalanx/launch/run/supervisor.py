@@ -51,7 +51,7 @@ from phalanx.rendezvous.launched import Notes
 if TYPE_CHECKING:
     from phalanx.launch.processes.spare import Spare
 
-_LOOK_S = 0.2  # interval of the calls of `until`
+_LOOK_S = 0.2  # pause between two calls of `until`, see `run_attempt`
 
 
 class Supervisor:

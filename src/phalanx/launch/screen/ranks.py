@@ -30,7 +30,7 @@ from phalanx.launch.screen.output import LineStream, LiveStream, Screen, prefix
 from phalanx.record.notes import has_ended_for_restart, was_preempted
 
 _LOST_INTERRUPT = re.compile(rb"^Exception ignored [^\n]*\n(?:[ T][^\n]*\n)*KeyboardInterrupt", re.MULTILINE)
-_MAX_READS = 64  # buffers; more than a full pipe holds
+_MAX_READS = 64  # number of buffers: more than a full pipe holds
 _TAIL_BYTES = 64 * 1024  # size of the part of stderr that is kept
 
 

@@ -83,7 +83,7 @@ cleaner = Cleaner()
 
 
 class Orphans:
-    """Adopts processes, of any session, that ranks forked from now on leave behind, and kills the processes in `end`.
+    """Adopts the processes that later ranks leave behind, whatever their session, and kills these processes in `end`.
 
     While this object is in use, the process also adopts orphans of its other descendants, but leaves those alone.
     Children that another thread has started appear in that thread's list in ``/proc``, so they are not mistaken for

@@ -123,7 +123,7 @@ def _load_call(
 
 
 def _named_by(fn: Callable[..., Any]) -> object:
-    """Return the object to which the name of `fn` now refers; another object if the name was bound again."""
+    """Return the object to which the name of `fn` now refers; it is not `fn` if the name was bound again."""
     found: object = sys.modules.get(fn.__module__)
     for part in fn.__qualname__.split("."):
         found = getattr(found, part, None)

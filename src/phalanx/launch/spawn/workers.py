@@ -284,7 +284,7 @@ class Workers:
                 self._note_end(handle.outcome)
 
     def _note_end(self, outcome: Ending) -> None:
-        """Record the end of a rank where ranks that wait for it will see the end."""
+        """Record the end of a rank in the notes, for ranks that wait for this rank."""
         self._notes.note_end(outcome)
 
     def end(self, sig: int, grace_s: float) -> None:
