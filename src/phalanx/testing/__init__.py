@@ -9,7 +9,7 @@
         assert run_ranks(total, 2, 3) == [[1.0] * 3] * 2
 
 `run_ranks` returns the results of all ranks, or raises the first true failure. `spawn_ranks` yields the running ranks,
-for tests that kill, suspend or step them.
+for tests that kill them, suspend them, or let them go on from point to point.
 
 Ranks are forked from one server process that has imported torch, so a group of two starts in well under a tenth of a
 second. A rank never outlives the test: it is killed at its time limit, at the end of the block, and when the test's own

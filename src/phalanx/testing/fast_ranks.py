@@ -1,8 +1,8 @@
 """``--fast-ranks``: processes that tests start by spawn or forkserver are forked from a server instead.
 
 The server has already imported the packages that the tests use. The tests need not be changed: multiprocessing pickles
-the same process object for both start methods, so one server can serve both, under the same reaper as `phalanx.spawn`.
-Three rules make a fork the same as a new process:
+the same process object for both start methods, so one server can serve both. The server has a reaper, like that of
+`phalanx.spawn`. Three rules make a fork the same as a new process:
 
 - State that a child would inherit through exec is sent to the child and applied before any object of the test is
   unpickled (`fast_child`).
@@ -60,7 +60,7 @@ class _Server:
 
     Attributes:
         read: Environment variables that packages read while the server imported them, with their values.
-        readers: Modules that read one of these variables, or that imported a module that did, by variable.
+        readers: Modules that read one of these variables, or that imported a module that did; key: the variable.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:

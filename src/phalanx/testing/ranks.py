@@ -1,4 +1,4 @@
-"""The test's side: starts the ranks, steps and signals them, and reports how they ended."""
+"""The test's side: starts ranks, signals them, lets them go on from point to point, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ OPTIONS: Mapping[str, Any] = {
 
 
 class Ranks:
-    """The running ranks that `spawn_ranks` yields. The test can signal and step them."""
+    """The running ranks that `spawn_ranks` yields. The test can signal them, and let them go on from point to point."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers

@@ -15,7 +15,7 @@ from torch import Tensor
 
 LAYOUTS = ("plain", "offset", "strided", "transposed", "misaligned")
 _FILL = 0xA5
-_MARGIN = 64  # bytes on either side of a plain tensor
+_MARGIN = 64  # guard bytes before a tensor and after it
 _AS_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

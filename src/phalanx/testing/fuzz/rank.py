@@ -53,7 +53,7 @@ class Verdict:
 
     Attributes:
         faults: Step and description of each wrong result.
-        judged: Number of judged calls, by the backend or method that judged them.
+        judged: Number of judged calls; key: the backend or method that judged them.
         of_judge: Description of each result of the judge that is wrong according to arithmetic.
         digests: Digests, by step, of results that must be the same on all ranks of the step's group.
     """

@@ -1,4 +1,4 @@
-"""Ranks that run programs one after another, on one number of ranks and hosts; and the programs' outcomes."""
+"""A session of the fuzzer: ranks that run one program after another, and the outcome of each program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Outcome:
     Attributes:
         fault: Description of the first fault; empty if there is none.
         step: Index of the step with the fault; None if the ranks ended without naming a step.
-        judged: Number of calls, counted on each rank, by the backend or method that judged their results.
+        judged: Number of judged calls, summed over the ranks; key: the backend or method that judged them.
         of_judge: Descriptions of wrong results of the judge.
     """
 

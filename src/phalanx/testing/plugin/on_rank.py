@@ -211,7 +211,7 @@ class _Listener:
         return told, error
 
     def _debug(self, call: Any, report: Any) -> None:
-        """Open the debugger of --pdb in this process, because it has the frames."""
+        """Open the debugger of --pdb in this rank's process, which has the frames."""
         item = self._item
         is_wanted = item.config.getoption("usepdb", False) and item.get_closest_marker("xfail") is None
         if is_wanted and report.failed and not is_victim(LastWords.of_error(call.excinfo.value)):
