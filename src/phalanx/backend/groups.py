@@ -30,7 +30,7 @@ from phalanx.backend.calls.work import settle_futures
 from phalanx.backend.failures.core_failures import from_core, report_core_stall
 from phalanx.backend.failures.members import Ranks
 from phalanx.backend.hosts.bridged import BridgedGroup
-from phalanx.backend.hosts.joining import join_group
+from phalanx.backend.hosts.joining import Joined, join_group
 from phalanx.backend.hosts.links import closed_at_exec
 from phalanx.backend.membership import Membership, reconfigures
 from phalanx.backend.torch.adapters import (
@@ -192,10 +192,9 @@ def build_group(
     """
     _begin()
     writer.begin(global_ranks[rank], size)
-    core: Any = Formless(name, "has no ranks yet: call dist._reconfigure() on each of them")
-    segment, life = None, ""
     if awaits_ranks:
-        settings = _settings(options)
+        core: Any = Formless(name, "has no ranks yet: call dist._reconfigure() on each of them")
+        joined = Joined(core, None, store, processes, life="", num_groups=0, settings=_settings(options))
     else:
         joined = join_group(
             store,
@@ -209,33 +208,34 @@ def build_group(
             processes=processes,
             op=op,
         )
-        core, segment, store, processes, life = joined.core, joined.segment, joined.store, joined.processes, joined.life
-        settings = joined.settings
-    every = verifies_every(settings.verify)
+    every = verifies_every(joined.settings.verify)
     ranks = Ranks(rank, size, global_ranks)
-    operations: Any = (_verified().VerifiedOperations if every else Operations)(core, segment, name, ranks, timeout)
+    operations_of: Any = _verified().VerifiedOperations if every else Operations
+    operations = operations_of(joined.core, joined.segment, name, ranks, timeout)
     operations.title = displayed
     if every:
-        operations.verify(c10d.PrefixStore("verify", store), every, settings.silence_s)
-    build = functools.partial(build_group, displayed=displayed, devices=devices, processes=processes)
-    group: PhalanxGroup = (_verified().VerifiedGroup if every else PhalanxGroup)(store, operations, global_ranks, build)
-    group.processes = processes
+        operations.verify(c10d.PrefixStore("verify", joined.store), every, joined.settings.silence_s)
+    build = functools.partial(build_group, displayed=displayed, devices=devices, processes=joined.processes)
+    group_of = _verified().VerifiedGroup if every else PhalanxGroup
+    group: PhalanxGroup = group_of(joined.store, operations, global_ranks, build)
+    group.processes = joined.processes
+    _give_backend(group, timeout, devices)
+    if HAS_PYTHON_BACKENDS and reconfigures() and not every:
+        group.backend.membership = Membership(group, options, numbers_itself, joined.life)
+    keep(group)
+    return group
+
+
+def _give_backend(group: PhalanxGroup, timeout: timedelta, devices: Sequence[str]) -> None:
+    """Give a group its backend, registered for `devices`, the types of devices whose tensors the group accepts."""
     limit = timedelta(seconds=seconds("timeout", timeout))  # capped, because Gloo's clock would overflow
-    kind = ProcessGroup.BackendType.GLOO
-    if HAS_PYTHON_BACKENDS:
-        if displayed != GLOO:
-            kind = ProcessGroup.BackendType.CUSTOM
-        backend = _python_backend(group, store, limit)
-        if reconfigures() and not every:
-            group.backend.membership = Membership(group, options, numbers_itself, life)
-    else:
-        backend = _inner_gloo(group, store, limit)
+    is_gloo = group._operations.title == GLOO or not HAS_PYTHON_BACKENDS
+    kind = ProcessGroup.BackendType.GLOO if is_gloo else ProcessGroup.BackendType.CUSTOM
+    backend = (_python_backend if HAS_PYTHON_BACKENDS else _inner_gloo)(group, group.life_store, limit)
     _torch.set_default_backend(group, kind)
     for device in devices:
         _torch.register_backend(group, torch.device(device), kind, backend)
     group.other_devices |= {*devices} - {"cpu"}
-    keep(group)
-    return group
 
 
 def _settings(options: GroupOptions | None) -> Settings:

@@ -44,7 +44,7 @@ class Joined:
 
     Attributes:
         core: Group of the core, or a `BridgedGroup` if the ranks are on several hosts.
-        segment: Segment of this host.
+        segment: Segment of this host; None for a group that awaits its ranks.
         store: Store for all further exchange between these ranks; it holds nothing from an earlier group.
         processes: Members on this host by rank in the world, for further groups of these ranks.
         life: Name of this life of the group, which only these ranks know.
@@ -53,7 +53,7 @@ class Joined:
     """
 
     core: Any
-    segment: _core.Segment
+    segment: _core.Segment | None
     store: Store
     processes: Mapping[int, Sequence[int]]
     life: str
