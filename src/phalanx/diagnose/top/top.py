@@ -62,7 +62,7 @@ def make_parser() -> Parser:
 
 
 def as_json(jobs: Sequence[JobView]) -> str:
-    """Return a picture as a document."""
+    """Return what the jobs are doing, as a JSON document."""
     told: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "phalanx": phalanx.__version__,

@@ -37,9 +37,9 @@ class Heartbeat:
 
     Attributes:
         at: Time of sending, by the sender's clock.
-        echo: Time at which the receiver sent the last heartbeat that has reached the sender, by the receiver's clock;
-            0: no heartbeat has reached the sender yet.
-        came: Time at which the heartbeat of `echo` arrived, by the sender's clock.
+        echo: The `at` of the newest heartbeat that the sender has received from the receiver, so a time by the
+            receiver's clock; 0: none has arrived on this connection yet.
+        came: Time at which that heartbeat arrived, by the sender's clock; 0 if there was none.
         age: Seconds for which the sender's job has lasted.
     """
 
