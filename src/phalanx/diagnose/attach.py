@@ -125,7 +125,7 @@ def _ask(job: Job, rank: int, pid: int) -> socket.socket:
 
 
 def _refuse_if_deaf(who: str, pid: int) -> None:
-    """Raise `NoRank` if the process does not handle the signal, which would then end the process or stay pending."""
+    """Raise `NoRank` if the signal that opens the debugger would end the process or stay pending."""
     facts = status_of(pid)
     if not facts:
         raise ProcessLookupError(f"{who} has ended")

@@ -27,7 +27,7 @@ _STARTERS = {
 
 
 def launcher_of(pid: int) -> str:
-    """Return the name of the launcher that a process is; ``by hand`` if it is no launcher, but a shell, for example."""
+    """Return the name of a launcher by its pid; ``by hand`` if the process is something else, such as a shell."""
     words = program_of(pid)
     name = os.path.basename(words[0]).partition(":")[0] if words else ""  # "slurmstepd: [4711.0]"
     if name == "phalanx":

@@ -51,7 +51,7 @@ _STARTING = "starting"
 _TABLE_WIDTH = 80
 _SCRIPT_WIDTH = 24
 _FOLDER = 2  # index of the table's column with the folder
-_MOST_DIGITS = 20  # longer text is not taken for a pid; Python refuses to convert more than 4,300 digits
+_MOST_DIGITS = 20  # number of digits read of a typed pid; Python refuses to convert more than 4,300 digits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,10 +183,10 @@ def find_job(wanted: str, has_notes: bool = False) -> Job:
 
 
 def match_jobs(wanted: str, has_notes: bool = False) -> Matches:
-    """Return the jobs that fit: by the pid of any of their processes, their name or path, or the folder of their run.
+    """Return the jobs that a user means by a pid of any of their processes, a name or path, or the folder of a run.
 
     A process that is not a rank counts as a job of its own, with the launcher `NO_JOB`. If several jobs fit and exactly
-    one runs in the current folder, that one is meant. A path with a slash matches only that file.
+    one runs in the current folder, that one is meant. A path with a slash matches no script of that name elsewhere.
 
     Args:
         wanted: Job as the user has typed it; empty for any job.
@@ -238,7 +238,7 @@ def _job_of(pid: int, wanted: str, jobs: Sequence[Job]) -> Matches:
     if process is None or process.is_kernel:
         return Matches((), f"{pid} is a thread of the kernel" if process else f"there is no process {wanted}")
     launcher, name = launcher_of(pid), script_name(command_of(pid)) or process.name
-    if launcher != BY_HAND:  # also looks further down, because mpirun starts ranks through a daemon
+    if launcher != BY_HAND:  # ranks need not be children of their launcher: mpirun starts them through a daemon
         processes = processes_of(os.geteuid())
         stand_ins = awaited_by(pid)  # the processes that a warm start's client waits for
         for job in jobs:
@@ -308,7 +308,7 @@ def find_ranks(wanted: str, has_notes: bool = False) -> Job:
 
 
 def running_in(folder: str) -> Job | None:
-    """Return the newest running job with logs in `folder`, or beside `folder` if that is a Trainer's; else None."""
+    """Return the newest running job with logs in `folder`, or beside it if it is a Trainer's folder; else None."""
     jobs = [job for job in find_jobs() if job.launcher_pid and _is_in_or_beside(job.folder, folder)]
     return jobs[-1] if jobs else None
 
@@ -322,7 +322,7 @@ def _is_in(folder: str, wanted: str) -> bool:
 
 
 def _is_in_or_beside(folder: str, wanted: str) -> bool:
-    """Whether a run's folder is in the wanted folder, or, for a Trainer's folder, in the logs beside that."""
+    """Whether a run's folder is in `wanted`, or in the logs beside `wanted` if that is a Trainer's folder."""
     return any(_is_in(folder, one) for one in {wanted, logs_beside(wanted)} - {""})
 
 
@@ -352,7 +352,7 @@ def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
 def _outside(launcher: int, processes: Mapping[int, Process]) -> Callable[[int], int]:
     """Return a function that translates the pids in a launcher's notes into those of this pid namespace.
 
-    The two differ if the launcher runs in a container. For a process that has ended there, the function returns 0.
+    The pids differ if the launcher runs in a container. For a process that has ended there, the function returns 0.
     """
     if number_inside(launcher) == launcher:
         return lambda pid: pid

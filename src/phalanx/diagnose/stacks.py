@@ -107,7 +107,7 @@ def read_stacks(pids: Sequence[int], timeout_s: float = 1.0, *, native: bool = F
     """Return the stacks of processes, all read at once.
 
     Args:
-        timeout_s: Time limit for all processes together; stacks that are not read by then are missing.
+        timeout_s: Time limit for all processes together; stacks that are not read by then have a `problem` instead.
         native: Whether to read native frames, too. This halts the process meanwhile, and takes ten times as long.
     """
     if not pids:
@@ -180,7 +180,7 @@ _NO_PY_SPY = "py-spy is not installed: pip install py-spy, or phalanx-torch[diag
 
 
 def _obstacle(pid: int) -> str:
-    """Return why this process may not read another one's memory, and the setting to change; empty if it may."""
+    """Return why this process can't read the memory of another, and the setting to change; empty if it can."""
     try:
         os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY))
     except FileNotFoundError:

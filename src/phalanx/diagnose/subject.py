@@ -68,7 +68,7 @@ def subject_of(wanted: str) -> Job | Run:
 
 
 def _say_missing(wanted: str, no_job: str) -> str:
-    """Return the message for what is neither a running job nor an ended run; other jobs are no hint for a folder."""
+    """Return the message if neither a job nor a run fits; for a folder, it lacks `no_job`, which lists other jobs."""
     if os.sep in wanted and not wanted.endswith(".py"):
         return f"there is no run in {wanted!r}" + ", and no such folder" * (not os.path.isdir(wanted))
     if wanted.isdecimal():

@@ -27,7 +27,7 @@ _RANK_BYTES = 512 << 20  # memory of a rank with torch and a small model
 _LEAST_BYTES = 256 << 20  # memory that importing torch takes, approximately
 _SEGMENT_BYTES = 4 << 20  # size of the segment to try: enough for the groups of up to four ranks
 _END_MS = 3000  # time limit for a process to end
-_LITTLE_SWAP_BYTES = 64 << 20  # up to this much, only pages that no process has touched since boot may be swapped out
+_LITTLE_SWAP_BYTES = 64 << 20  # swap in use even on an idle host, by pages that no process has touched since boot
 _DOCKER_SHM_BYTES = 64 << 20  # size of /dev/shm in a Docker container by default
 
 
@@ -169,7 +169,7 @@ def try_shared_memory(size_bytes: int = _SEGMENT_BYTES) -> list[Finding]:
 
 
 def try_watching() -> list[Finding]:
-    """Test whether the end of a process is noticed by pidfd, or at least through /proc, as ranks watch each other."""
+    """Test how ranks can watch each other: whether pidfd, or at least /proc, shows that a process has ended."""
     todo = "Linux 5.3 or newer, and a container whose seccomp profile allows pidfd_open"
     sleeper = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(sleeper, stdin=subprocess.PIPE) as child:

@@ -28,7 +28,7 @@ class Met:
     """Result of the meeting with the other hosts.
 
     Attributes:
-        findings: Findings of the meeting: problems on this host; on host 0, also findings of other and several hosts.
+        findings: Problems of this host in the meeting; on host 0, also findings about other hosts or several hosts.
         hosts: Facts of the hosts that arrived.
         level: Worst level of the whole job.
         rank: Node rank of this host; None if no rank was assigned.

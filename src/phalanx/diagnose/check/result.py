@@ -1,4 +1,4 @@
-"""The result of a script's first steps."""
+"""What ``phalanx check`` concludes from a script's first steps."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def _run(
 
 
 def _pid_once_past(folder: str, step: int, job: subprocess.Popen[bytes], deadline: float) -> int | None:
-    """Return the pid of rank 0 once it has logged `step` or a later one; None if the job ends or is late."""
+    """Return rank 0's pid once rank 0 has logged `step` or a later step; None if the job ends or is late."""
 
     def look() -> int | None:
         if job.poll() is not None:

@@ -1,15 +1,15 @@
 """Runs the first steps of a script as a trial, and watches its ranks' black boxes until there is a result.
 
 ``phalanx check`` adds no checks to a rank: black boxes hold what was called, and the core compares calls anyway. The
-job is started as ``phalanx tune`` starts one (`tune.trial_job`), with ranks that stop at an optimizer step. The boxes
-are read from the supervisor's memory.
+job is started in the way of ``phalanx tune`` (`tune.trial_job`): its ranks stop at an optimizer step. The boxes are
+read from the supervisor's memory.
 
 The trial ends when all ranks have taken their steps or made enough calls, when the job ends, when it stalls, or when
 the time is up (`result.Stop`). If all ranks are in a call and no event is recorded for two seconds, the job has
-stalled. If some rank is in no call, the job counts as stalled only if that rank has not computed for some seconds
-either, because eight ranks on two cores may take long for a step. Before a trial that hangs is ended, it is examined as
-``phalanx why`` examines a job: a box holds the last call of a rank, but only the rank's stack shows where the rank is
-now.
+stalled. A rank that is in no call may be computing: eight ranks on two cores can take long for a step. So the job has
+then stalled only if that rank has also used hardly any CPU for some seconds. Before a trial that hangs is ended, it is
+examined as ``phalanx why`` examines a job: a box holds the last call of a rank, but only the rank's stack shows where
+the rank is now.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Watch:
 
     def _look(self, deadline: float) -> tuple[Record, Stop] | None:
         in_step = self._job.who_told(0)
-        has_ended = self._job.has_ended  # checked before reading the boxes: an ended job has saved all of them
+        has_ended = self._job.has_ended  # checked before the boxes are read, so the boxes of an ended job are final
         boxes = self._boxes()
         record = Record.of(boxes)
         if len(in_step) == self._num_ranks:
@@ -103,7 +103,7 @@ class Watch:
     def _boxes(self) -> list[Box]:
         """Return the boxes of the running job, whose launcher holds them."""
         with contextlib.suppress(OSError, ValueError):  # the job has ended, or a box is just being created
-            launchers = self._job.pid, *awaited_by(self._job.pid)  # a warm start's client holds none
+            launchers = self._job.pid, *awaited_by(self._job.pid)  # after a warm start, an awaited process holds them
             return next(filter(None, (list(boxes_held_by(pid)) for pid in launchers)), [])
         return []
 
@@ -114,7 +114,7 @@ class Watch:
         return []
 
     def _has_stalled(self, boxes: Sequence[Box], record: Record, in_step: Sequence[int]) -> bool:
-        """Whether ranks wait and nothing progresses: all ranks wait, or those that do not have stopped computing."""
+        """Whether nothing progresses while ranks wait: either all ranks wait, or the other ranks do not compute."""
         now = time.monotonic()
         waits = record.waiting()
         # Notes are left out: a rank writes one about a long wait, which is no progress.

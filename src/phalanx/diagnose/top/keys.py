@@ -19,7 +19,7 @@ _ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Keys:
-    """Reads keys one by one, without echo, until the end of the block; Ctrl-C remains an interrupt.
+    """Reads keys one by one, without echo, until the ``with`` block ends; Ctrl-C remains an interrupt.
 
     Without a terminal on standard input, there are no keys.
     """

@@ -39,7 +39,7 @@ class Activity:
     Attributes:
         state: One of ``computing``, ``waiting``, ``asleep``, ``reading``, ``loading data``, ``writing a checkpoint``,
             ``in the debugger``, ``stopped``, ``gone``.
-        what: Collective with its number, message, phase or the like; empty if that is not known.
+        what: Message, phase, collective with its number, or the like; empty if that is not known.
         site: Line of the script, such as ``train.py:31``; empty if it is not known.
         since_s: Seconds since the activity began; None if that is not known.
     """

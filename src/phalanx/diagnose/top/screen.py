@@ -157,7 +157,7 @@ def _table(ranks: Sequence[RankView], width: int, is_ascii: bool) -> list[Text]:
 
 
 def _wrapped(rank: RankView, width: int, room: int, mark: str) -> list[str]:
-    """Return a rank's activity in a line of at most `width` characters, and the rest in another of at most `room`.
+    """Return a rank's activity: a line of at most `width` characters and, if needed, a second of at most `room`.
 
     If the text is too long, a path is shortened to its file, and then to its end with the line number.
     """

@@ -1,4 +1,4 @@
-"""``phalanx top``: a live view of jobs, one picture of them, or a document for programs."""
+"""``phalanx top``: a live view of jobs, one picture of them, or JSON for programs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def make_parser() -> Parser:
 
 
 def as_json(jobs: Sequence[JobView]) -> str:
-    """Return what the jobs are doing, as a JSON document."""
+    """Return the JSON text that describes these jobs, with the version, the time and the host."""
     told: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "phalanx": phalanx.__version__,

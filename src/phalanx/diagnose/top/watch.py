@@ -4,9 +4,9 @@
 ``/proc/PID/stat`` and what is new in each box, through a `Tail` that decodes only steps and unfinished events: 1,000
 events take 0.4 ms, and 2.5 ms if all are decoded. Everything else is done as often as a fixed share of a CPU allows
 (`Seldom`): looking for jobs (8 ms among 160 processes), looking for the box of a rank that had none, and PSS, one rank
-at a time, because the kernel walks all pages of a rank under its lock (8 to 20 ms if torch is imported). nvidia-smi
-runs in the background; only ``--once`` and ``--json`` wait for it. A single picture takes two looks half a second
-apart, because rates are differences.
+at a time, because the kernel locks a rank's memory while it walks all pages (8 to 20 ms if torch is imported).
+nvidia-smi runs in the background; only ``--once`` and ``--json`` wait for it. A single picture takes two looks half a
+second apart, because rates are differences.
 """
 
 from __future__ import annotations

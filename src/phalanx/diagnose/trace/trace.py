@@ -1,4 +1,4 @@
-"""``phalanx trace``: writes what all ranks did as one trace, of a run that is over or of a job that runs."""
+"""``phalanx trace``: writes one trace of what all ranks of an ended run or of a running job did."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _newest_attempt(folder: Path) -> Path:
 
     Args:
         folder: Folder of one attempt, of a run, or of all runs of one or several scripts. Of several runs, the newest
-            with boxes counts; if a newer one has none, a line on stderr says so.
+            with boxes counts; if a newer run has none, a line on stderr says so.
 
     Raises:
         LookupError: There are no boxes.

@@ -4,15 +4,15 @@
   which any user may read. If a signal or a debugger interrupts the sleep, the scheduler counts the thread as having
   run. The time found is then a lower bound ("for at least"), unless the rank's last operation ended just before the
   sleep began. If a thread polls or computes, this time is nearly zero, and the end of the last operation in the rank's
-  black box says more. The scheduler uses the clock of one CPU, which stops while a hypervisor takes that CPU away. So
-  the clocks of two CPUs can be seconds apart, and the asking thread moves for a moment to the CPU on which the other
-  thread last ran, to read that clock.
+  black box says more. The scheduler has a clock for each CPU, which stops while a hypervisor takes that CPU away. So
+  the clocks of two CPUs can be seconds apart, and the asking thread moves for a moment to the CPU on which the examined
+  thread last ran, to read that CPU's clock.
 - **Which thread** of a rank trains is known from its black box, or from the stacks if the main thread only waits for
   another thread's end.
 - **A thread that sleeps with the GIL** is recognized by py-spy's flag and the thread's state. Locks, ``input()`` and
   ``Work.wait()`` leave no Python frame; they are recognized by the source line and the system call.
 - **An operation that a rank "had not begun"** may have been called all the same: an asynchronous operation is recorded
-  by the thread that runs it.
+  only when the thread that runs it begins it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SOON_S = 1.0  # a sleep that began within this time after the last operation ha
 _JOINS = {"join": ("threading.py",), "result": ("_base.py",), "wait": ("_base.py",)}
 
 _READING = ("", "read", "select", "pselect6", "poll", "ppoll")
-"""System calls in which a prompt waits for input; "" stands for an unknown one."""
+"""System calls in which a prompt waits for input; "" stands for an unknown system call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Look:
 
 
 HAS_ENDED = frozenset({"returned", "exited", "raised", "killed", "interrupted", "silent"})
-"""Values of `Activity.how` for a rank that has ended, if more is known."""
+"""Values of `Activity.how` for a rank that has ended, if more than that is known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +123,8 @@ class Activity:
         within: Function of a library that this frame has called; empty if it has called none.
         depth: Number of times that the frame's function is on the stack.
         since_s: Seconds since the thread last ran; None if it runs or this is unknown.
-        since_is_least: Whether the thread may have been there for longer: after a signal or a halt (by gdb, or to read
-            native frames), a new sleep begins.
+        since_is_least: Whether the thread may have slept there for longer: after a signal or a halt (by gdb, or to
+            read native frames), the kernel counts a new sleep.
         system_call, path: System call in which the thread sleeps, and the file behind the call's descriptor.
         other: Frame of the thread or the loader's worker that the process waits for; None if there is none.
         other_pid: Process or thread of that frame; 0 if there is none.
@@ -360,7 +360,7 @@ def _source(frame: Frame, pid: int) -> str:
     return ""
 
 
-# ---- its state ----------------------------------------------------------------------------------------------------
+# ---- state of a process --------------------------------------------------------------------------------------------
 
 
 def _halted(doing: Activity, look: Look) -> Activity | None:
@@ -421,7 +421,7 @@ def _placed(doing: Activity, look: Look, helpers: Sequence[Look]) -> Activity:
 
 
 def _locked(doing: Activity, look: Look) -> Activity:
-    """Return the activity of a thread that waits for a lock; it names another such thread in the user's code."""
+    """Return the activity of a thread that waits for a lock, with another thread that waits in the user's code."""
     for thread in look.stacks.threads[1:]:
         if thread.own_frames and thread.frames[0] == thread.own_frames[0] and not thread.is_active:
             if stand_of(look.pid, thread.number).call != "futex":  # it waits for no lock, and may even hold this one
@@ -432,7 +432,7 @@ def _locked(doing: Activity, look: Look) -> Activity:
 
 
 def _starved_by_loader(doing: Activity, helpers: Sequence[Look]) -> Activity:
-    """Return the activity of a rank that waits for its loader; it names a worker that is halted or in user code."""
+    """Return the activity of a rank that waits for its loader, with a worker that is halted or in user code."""
     of_loader = [look for look in helpers if workers.is_worker(look.stacks)]
     for worker in of_loader:
         theirs = activity_of(doing.rank, worker)

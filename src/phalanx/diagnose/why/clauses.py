@@ -36,7 +36,7 @@ _SYSTEM_CALLS = {
 }
 _PERFECT = re.compile("^has been ")
 NAMES = {"backward": "the backward pass", "wait": "the operation awaited"}
-"""Names of waits that are not functions that the user called."""
+"""Words for values of `Call.op` that are no names of operations."""
 
 
 def ranks(numbers: Sequence[int]) -> str:

@@ -40,7 +40,7 @@ class RankSeen:
 
     @property
     def interruptible_call(self) -> str:
-        """A system call of the process that would fail if it were halted to read native frames; "" if none would."""
+        """System call that would fail if the process were halted to read native frames; "" if none would."""
         return call_ended_by_a_halt(self.doing.pid)
 
 

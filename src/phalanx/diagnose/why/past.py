@@ -76,7 +76,8 @@ def _evidence_in(folder: Path) -> Evidence:
     world_size = max((one.look.box.world_size for one in seen if one.look.box), default=len(seen))
     known = logs.name.rpartition("_")[2]
     note = f"its last attempt left no record, so this is attempt {known}" * (has_record and logs != attempts[-1])
-    is_unwritten = not has_record and bool(_numbered(folder, "blackbox/attempt_*"))  # the folder is made first
+    # The folder is made before the record is written into it.
+    is_unwritten = not has_record and bool(_numbered(folder, "blackbox/attempt_*"))
     lacks = "it could not be written, as on a full disk" * is_unwritten
     return Evidence(
         Job(folder.parent.name, "phalanx run", 0, world_size, (), str(folder)),
@@ -112,7 +113,7 @@ class _Saved:
 
 
 def _saved(folder: Path) -> dict[int, _Saved]:
-    """Return the saved box of each rank; unusable files count for the rank in their name."""
+    """Return the saved box of each rank; an unusable file stands for the rank in its name."""
     loaded = load_boxes(folder)
     found: dict[int, _Saved] = {}
     for path, problem in loaded.problems.items():
@@ -205,7 +206,7 @@ def _last_wait(box: Box | None) -> Call | None:
 
 
 def _interrupted_in(words: LastWords, box: Box | None) -> Call | None:
-    """Return the operation of torch.distributed that Ctrl-C interrupted, according to the traceback, if any.
+    """Return the operation of torch.distributed that Ctrl-C interrupted, by the traceback; None if there is none.
 
     The box does not show it as unfinished, because the interrupt ended the operation.
     """

@@ -31,7 +31,7 @@ from phalanx.diagnose.why.wording import answer, caution, thread_lines, why_no_r
 
 _MOST_FRAMES = 8
 _TIME_S = 1.7  # time for the evidence; with the start and the printing, the command takes at most two seconds
-_LONG_AGO_S = 60.0  # if a run ended longer ago, the user may mean another one
+_LONG_AGO_S = 60.0  # if a run ended longer ago, the user may mean another run
 _PASSED_OVER = ("phalanx", "torch")  # their frames are left out for a rank that waits in one of their operations
 
 
@@ -95,7 +95,7 @@ def _examine(wanted: str) -> tuple[Evidence, Finding]:
 
 
 def _tells_more(evidence: Evidence, finding: Finding) -> bool:
-    """Whether the answer says more than a rank that asks about its own job already knows."""
+    """Whether the answer is news to a rank that asks about its own job."""
     seen = any(one.look.stacks.threads for one in evidence.seen if one.doing.rank in finding.culprits)
     return seen or finding.kind in ("elsewhere", "starting") or evidence.job.has_ended
 

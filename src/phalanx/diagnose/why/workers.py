@@ -1,7 +1,7 @@
 """The workers of a data loader: which part of their stacks is their own, and whether they have work.
 
-Below its loop, the stack of a forked worker has the frames that the rank had when it began the epoch. These frames are
-cut off; otherwise every worker would seem to be in the user's code.
+A forked worker's stack contains, below the worker's loop, the frames that the rank had when it began the epoch. These
+frames are cut off; otherwise every worker would seem to be in the user's code.
 """
 
 from __future__ import annotations

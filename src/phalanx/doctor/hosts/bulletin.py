@@ -110,7 +110,7 @@ def _knock(host: str, port: int, ends_s: float, send: Send) -> None:
     said, last = False, OSError()
 
     def connect() -> bool | None:
-        """Return True once connected, None to try again, and False if the name has not resolved for too long."""
+        """Return True once connected, None to try again, and False if the name did not resolve in time."""
         nonlocal said, last
         left_s = ends_s - time.monotonic()
         try:

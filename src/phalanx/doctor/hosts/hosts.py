@@ -37,7 +37,7 @@ from phalanx.wire.messages import GarbledError
 from phalanx.wire.waiting import wait_until
 
 _MOST_REFUSED = 20
-_SLACK_S = 45.0  # how much longer the other hosts wait for host 0's list, because host 0 may still examine itself
+_SLACK_S = 45.0  # added to the time for which other hosts wait for host 0, which may still be examining itself
 _SAME_VERSION = "the same version of phalanx on all hosts, and a --master-port that no other program uses"
 _SAME_FLAGS = "the same --nnodes on all hosts, and a --node-rank of its own on each"
 
@@ -257,8 +257,8 @@ class HostExamination:
     def _run_gloo(self, number: int, members: Sequence[int], failures: str) -> dict[str, Any]:
         store = dist.PrefixStore(f"try-gloo/{number}", self._bulletin.raw)
         position = members.index(self.rank)
-        # If Gloo fails at once on one host, Gloo on the other hosts waits for five times its timeout, unless they
-        # notice this.
+        # If Gloo fails at once on one host, Gloo on the other hosts waits for five times its timeout, unless they see
+        # the failure in the store.
         return answered(
             lambda: all_reduce_by_gloo(store, position, len(members)), lambda: self._bulletin.count(failures) > 0
         )

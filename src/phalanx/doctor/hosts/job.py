@@ -41,7 +41,7 @@ def judge(hosts: Sequence[Mapping[str, Any]], measured: Mapping[int, Mapping[str
     Args:
         hosts: Facts of the hosts, in the order of their ranks.
         measured: Measurements of each host, by its rank: ``links`` by the other host's rank, and ``gloo``, a list of
-            attempts. Hosts may be missing.
+            attempts. Hosts that did not finish are missing.
     """
     silent = [host["host"] for host in hosts if host["host"] not in measured]
     findings = []

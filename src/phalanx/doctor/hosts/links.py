@@ -85,8 +85,8 @@ def _count(caller: socket.socket) -> tuple[int, float]:
     if len(marks) < 2:
         return total, 0.0
     first_s, last_s = marks[0][0], marks[-1][0]
-    # Counting begins at the last mark within the slow start: if the receiver was delayed, the next mark may be much
-    # later.
+    # Counting begins at the last mark within the slow start: the next mark may be so much later, if the receiver was
+    # delayed, that little would be left to count.
     began_s, skipped = [mark for mark in marks if mark[0] <= first_s + _SLOW_START * (last_s - first_s)][-1]
     return total - skipped, last_s - began_s
 
@@ -165,7 +165,7 @@ def why_not(error: OSError) -> tuple[str, str]:
 
 
 def schedule(num: int, most: int = 6) -> list[list[tuple[int, int]]]:
-    """Return rounds of (sender, receiver) pairs in which each host sends or receives at most once.
+    """Return rounds of (sender, receiver) pairs; within a round, each host is in at most one pair.
 
     All rounds together cover every pair in both directions; at most the first `most` rounds are returned.
 
