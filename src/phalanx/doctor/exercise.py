@@ -51,7 +51,7 @@ def all_reduce(engine: str, store: Any, rank: int, world_size: int, timeout_s: f
 
 
 def all_reduce_by_gloo(store: Any, rank: int, world_size: int) -> float:
-    """Return the seconds of an all_reduce over Gloo between hosts; its group is unregistered, so it can be abandoned."""
+    """Return the seconds of an all_reduce over Gloo between hosts, in an unregistered group, which can be abandoned."""
     import torch.distributed as dist
 
     group: Any = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=_GLOO_S))

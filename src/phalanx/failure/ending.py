@@ -5,10 +5,10 @@ and the messages between nodes all contain endings, so a death has the same fact
 processes get the copy that `Ending.for_others` makes, with a short traceback.
 
 `find_culprit` picks the ending that caused the others. The first rank that is seen to fail is often only a victim: when
-a peer dies, its sockets close before the launcher sees that the peer has ended. So victims come last, signals before
-exit codes, and then earlier ends before later ones: one order for ``phalanx run``, `phalanx.spawn` and `run_ranks`. If
-only victims have failed, the launcher waits up to 3 s for the other ranks to end or to report a cause before it ends
-them.
+a rank dies, its sockets close at once, and a peer that fails because of that may be seen to end first. So victims come
+last, signals before exit codes, and then earlier ends before later ones: one order for ``phalanx run``, `phalanx.spawn`
+and `run_ranks`. If only victims have failed, the launcher waits up to 3 s for the other ranks to end or to report a
+cause before it ends them.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Ending:
 
     @property
     def raised(self) -> str:
-        """Class of the exception that ended the rank; "" if none did, even if it printed one that it had caught."""
+        """Class of the exception that ended the rank; "" if none did, even if the rank printed one that it caught."""
         by_exception = self.last_words.is_told or self.exitcode in (1, -signal.SIGABRT)
         return self.last_words.name if by_exception else ""
 

@@ -88,7 +88,7 @@ def _without_others(lines: Sequence[str]) -> tuple[list[str], str]:
 
 
 def short_path(path: str) -> str:
-    """Return the path relative to the current folder if it lies inside it."""
+    """Return the path relative to the current folder if it lies in that folder, else the path as it is."""
     try:
         return path.removeprefix(os.path.join(os.getcwd(), ""))
     except FileNotFoundError:  # the current folder has been removed

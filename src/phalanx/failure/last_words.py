@@ -100,8 +100,8 @@ class LastWords:
             message: Whole message, if it is known; default: `summary`.
         """
         lines = [line[:_MAX_LINE] for line in cropped_lines(self.lines)]
-        # For torchrun, the earliest timestamp marks the cause. It is in whole seconds, so a victim's is one second
-        # later.
+        # For torchrun, the earliest timestamp marks the cause. In whole seconds, a victim's could be the same, so it is
+        # increased by one second.
         timestamp = str(int(time.time()) + self.is_victim)
         return {
             "message": {
@@ -171,7 +171,7 @@ def tell_when_ended(note: Callable[[str], None]) -> None:
     print_it = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None, /) -> None:
-        # `last_value` is the exception that ends the interpreter; a script may call the hook just to print one.
+        # `last_value` is the exception that ends the interpreter; a script may call the hook only to print another.
         is_end = error is getattr(sys, "last_value", None) and isinstance(error, Exception)
         if is_end and os.getpid() == _teller_pid:  # not in a forked child
             with contextlib.suppress(Exception):  # the disk may be full, or the exception's own __str__ may fail

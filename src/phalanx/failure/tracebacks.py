@@ -16,7 +16,7 @@ from phalanx.failure.last_words import LastWords, class_name
 from phalanx.failure.victims import is_victim
 
 HOLD_S: Final = 5.0
-"""Seconds for which a traceback is held back; if the rank is still running by then, it is shown."""
+"""Seconds for which a traceback is held back; it is shown if the rank is still running by then."""
 
 HOLD_LAST_S: Final = 30.0
 """Seconds for which a traceback of torch's excepthook is held back: longer, because that process surely ends."""
@@ -160,7 +160,7 @@ class HeldTracebacks:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self.hides_interrupts = False
-        self._pending = b""  # incomplete line that a traceback may begin with
+        self._pending = b""  # incomplete line that may become the beginning of a traceback
         self._held = bytearray()
         self._since_s = 0.0
         self._at_line_start = True

@@ -53,7 +53,7 @@ class MemoryPolicy:
         return "kept, huge pages" if self.huge_pages else f"kept ({self.why})"
 
 
-_in_force: MemoryPolicy | None = None  # the policy when it was applied; the core may no longer keep blocks
+_in_force: MemoryPolicy | None = None  # the policy as it was applied; the core may have stopped keeping blocks since
 
 
 def choose(environ: Mapping[str, str], *, wanted: str = "auto", num_ranks: int = 1, root: str = "/") -> MemoryPolicy:
@@ -128,7 +128,7 @@ class _Symbol(ctypes.Structure):
 
 
 def _file_of(libc: ctypes.CDLL, name: str) -> str:
-    """Return the file that contains a native function of this process, which the dynamic loader knows without /proc."""
+    """Return the file that contains a native function of this process; the dynamic loader names it without /proc."""
     symbol = _Symbol()
     libc.dladdr(ctypes.cast(getattr(libc, name), ctypes.c_void_p), ctypes.byref(symbol))
     return os.fsdecode(symbol.file or b"")
@@ -176,9 +176,9 @@ def tune_process() -> MemoryPolicy:
 
     A training step frees its activations and gradients, and the next step allocates them again. glibc gives large
     blocks back to the kernel each time, and the kernel then has to clear new pages. From this call on, blocks of 1 MiB
-    and more of CPU tensors are kept and reused, in huge pages if the kernel offers them. At most 1/8 more memory is
-    resident than tensors needed at the same time. Blocks that are unused for 20 s are given back. When a memory limit
-    of the host or of a cgroup is near, all blocks are given back, and no blocks are kept from then on.
+    and more of CPU tensors are kept and reused, in huge pages if the kernel offers them. The resident memory exceeds
+    the most that tensors have needed at one time by at most 1/8. Blocks that are unused for 20 s are given back. When a
+    memory limit of the host or of a cgroup is near, all blocks are given back, and no blocks are kept from then on.
 
     Call this at the beginning of the script, before other threads run. Tensors that already exist are not moved.
     Nothing is done, and the result says why, if the process has another C library or allocator, if ``GLIBC_TUNABLES``,

@@ -134,7 +134,7 @@ def _path(pid: int, descriptor: int) -> str:
 
 
 def _still_s(folder: str) -> float | None:
-    """Return how long a thread has not run, by the scheduler's clock, which this thread reads on the other's CPU."""
+    """Return the seconds since a thread last ran, by the scheduler's clock of its last CPU; None if unknown."""
     then, cpu = _last_ran_ms(f"{folder}/sched"), _last_cpu(folder)
     now = _clock_ms(cpu) if then else 0.0
     # Both are read again, because the thread may have run since, or have moved to another CPU, which has another clock.

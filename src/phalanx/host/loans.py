@@ -1,4 +1,4 @@
-"""Lends a block's memory to a user for writing, and calls the loan back while the user may still have tensors in it.
+"""Lends a block's memory to a user for writing, and calls it back while the user may still have tensors in it.
 
 Once other processes read the block, writes to the lent memory must no longer reach the block. If the memory were
 unmapped or made read-only, a process that still writes to it by mistake would die of SIGSEGV. Instead, the memory keeps
@@ -73,7 +73,7 @@ class Loans:
         return self._lent is not None and self._forks != _num_forks
 
     def lend(self) -> memoryview:
-        """Return a view of the block's memory, which keeps it mapped. Writes reach the block until `call_back`.
+        """Return a view that keeps the block's memory mapped. Writes reach the block until `call_back`.
 
         Raises:
             OSError: There is no address space left.

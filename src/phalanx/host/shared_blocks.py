@@ -151,8 +151,8 @@ class Block:
                 to that page, and no write reaches the block.
 
         Raises:
-            OSError: The holder has ended, another process has its pid by now, it belongs to another user or it runs in
-                another container; or a limit of this process (``ulimit -n``, ``-v``) has no room for the block.
+            OSError: The holder belongs to another user, runs in another container or has ended, so that its pid may be
+                another process's; or a limit of this process (``ulimit -n``, ``-v``) has no room for the block.
         """
         access = os.O_RDONLY if is_private else os.O_RDWR
         # By now, the descriptor's number may belong to a pipe or a terminal, which these flags make harmless to open.

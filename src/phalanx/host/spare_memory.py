@@ -13,7 +13,7 @@ def shortage(what: str, total_bytes: int, held_bytes: int) -> str:
     """Return why snapshots of this size are too large for the host or a cgroup; empty if they are not too large.
 
     Args:
-        what: Subject of the returned sentence, which says what would take the memory.
+        what: Subject of the returned sentence: words for what would take the memory.
         total_bytes: Size of all snapshots that this host is to hold.
         held_bytes: Size of the current snapshots, which the host counts as used memory.
     """

@@ -16,7 +16,7 @@ from phalanx.failure.explain.entries import entries
 _PLACE = re.compile(r"<[^<>\n]+>")
 _WORD = re.compile(r"[^\W\d_](?:[^\W\d]|['./-](?=\w))+")
 _LEAST_SHARE = 0.55
-"""A sure match has at least this share of the message's weight in the text, or of the text's in the message."""
+"""For a sure match, the common features must have this share of the message's weight, or of the text's weight."""
 _NEAR_SHARE = 0.2
 _GENERAL = frozenset({"rank-exited", "rank-failed", "rank-error", "error"})
 """Entries that say only that something has gone wrong; an entry that says what went wrong takes precedence."""
