@@ -1,18 +1,17 @@
-"""Builds the book and keeps it true beside its tests; ``make docs`` runs ``check`` and ``build``, and the tests of the
-site.
+"""Checks and builds the book; ``make docs`` runs ``check`` and ``build``, and the tests of the site.
 
-``docs/en`` and ``docs/zh`` hold the same pages under the same paths, so a page's counterpart needs no table. One
-Sphinx project (``docs/conf.py``) builds both into ``build/docs``, with warnings as errors. Nothing on a page is loaded
-from elsewhere: it reads the same on a machine without a network. What keeps a page true:
+``docs/en`` and ``docs/zh`` hold the same pages under the same paths, so no table of counterparts is needed. One
+Sphinx project (``docs/conf.py``) builds both into ``build/docs``, with warnings as errors. A page loads nothing from
+another site, so it looks the same on a machine without a network. What keeps a page true:
 
-- **Code** runs in a test, page by page, as a reader would run it, and prints what the page shows
+- **Code** is run by a test, page by page, as a reader would run it, and must print what the page shows
   (``tests/docs/blocks.py``).
-- **A Chinese page** names, in its first lines, the hash of the English page that it was written from. ``stamp`` writes
-  that line once the Chinese page says the same again. ``check`` finds pages that fell behind, blocks that differ
-  between the languages, dead links, images without alternative text and sentences that are too long.
-- **The reference** is made of docstrings, of the parsers that the commands use and of the variables where they are
-  declared (``docs/extensions/book_commands.py``), so a flag can't be forgotten. Tests hold that no public name is
-  missing and that each has an example in its docstring, which runs.
+- **A Chinese page** states, in its first lines, the hash of the English page that it translates. Once the translation
+  is up to date again, ``stamp`` writes the new hash. ``check`` finds outdated translations, blocks that differ between
+  the languages, dead links, images without alternative text and sentences that are too long.
+- **The reference** is generated from docstrings, from the commands' own parsers and from the declarations of variables
+  (``docs/extensions/book_commands.py``), so a flag can't be forgotten. Tests check that no public name is missing, and
+  that each has an example in its docstring, which runs.
 - **Numbers** in tables come from ``docs/numbers``, see `tables`.
 """
 
@@ -60,7 +59,7 @@ class Block:
 
     @property
     def is_code(self) -> bool:
-        """Whether it is code or output rather than a directive with text of its own."""
+        """Whether the block is code or output rather than a directive with text of its own."""
         return not self.info.startswith("{") or self.info.startswith(("{literalinclude}", "{code-block}"))
 
     @property
@@ -151,7 +150,7 @@ class Page:
 
     @property
     def has_contents(self) -> bool:
-        """Whether a table of contents stands on it."""
+        """Whether the page has a table of contents."""
         return any(block.info.startswith("{contents}") for block in self.blocks)
 
 
@@ -192,7 +191,7 @@ class Book:
         yield from (f"docs/zh/{name}: missing" for name in self.english if name not in self.chinese)
 
     def stamp(self, names: list[str]) -> Iterator[str]:
-        """Write into Chinese pages which English text they say, and yield those that changed."""
+        """Write the hash of the English page into each named Chinese page; yield the names of pages that changed."""
         for name, page in self.chinese.items():
             if name not in self.english or (names and name not in names):
                 continue
@@ -272,11 +271,11 @@ def _state(english: Page) -> str:
 
 
 def build(docs: Path, html: Path) -> bool:
-    """Build both languages below a folder, with warnings as errors, and return whether they are whole.
+    """Build the site in both languages, with warnings as errors; return whether both builds succeeded.
 
     Args:
         docs: Folder of the book.
-        html: Folder for the site; what lies there is brought up to date.
+        html: Folder for the site; pages from an earlier build are updated.
     """
     sphinx = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-c", docs]
     started = [
@@ -291,7 +290,7 @@ def build(docs: Path, html: Path) -> bool:
 
 
 def main() -> None:
-    """Run one command; the exit code is 1, and every problem is shown, if there is one."""
+    """Run one command; if there are problems, show all of them, and exit with code 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--docs", type=Path, default=REPOSITORY / "docs", help="folder of the book (default: docs)")
     commands = parser.add_subparsers(dest="command", required=True)

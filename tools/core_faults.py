@@ -1,12 +1,12 @@
-"""Faults of the C++ core, each planted alone, and whether the fuzzer or PHALANX_VERIFY finds it: ``faults.py core``.
+"""Plants faults in the C++ core, one at a time, and checks whether the fuzzer or PHALANX_VERIFY finds each.
 
-The core is built once in ``build/faults/core`` from a copy of the sources. A fault changes one file of the copy, so
-only what includes it is compiled again, and the built extension takes the place of the installed one through
-``tests/core/sanitized``. Nothing of this is in the sources that ship.
+``faults.py core`` runs this. The core is built once in ``build/faults/core`` from a copy of the sources. A fault
+changes one file of the copy, so only files that include this file are compiled again. ``tests/core/sanitized`` makes
+Python load the built extension in place of the installed one. The repository's own sources never contain a fault.
 
-The fuzzer has found a fault when it ends with 1, after the time from its first program on: what starts the ranks and
-cuts the program down comes on top. PHALANX_VERIFY has found one when a test of the backend, run with every call
-verified, ends with `phalanx.WrongResult`; that a test fails otherwise, by its own assertion or a hang, does not count.
+The fuzzer has found a fault if it exits with 1; the time shown runs from its first program and does not include the
+start of the ranks. PHALANX_VERIFY has found a fault if a test of the backend, run with every call verified, raises
+`phalanx.WrongResult`; a test that fails in another way, by its own assertion or a hang, does not count.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import nanobind
 REPOSITORY = Path(__file__).resolve().parents[1]
 KEPT = REPOSITORY / "build" / "faults" / "core"
 _BUILD_S = 900.0
-_RUN_S = 300.0  # for a run of the fuzzer with its start, or of a file of tests
-_LATE = -1  # exit code of a run that was not over in time
+_RUN_S = 300.0  # time limit for a run of the fuzzer, including its start, or of a test file
+_LATE = -1  # stands for the exit code of a run that passed its time limit
 _VERIFIED = ("test_collectives", "test_messages", "test_uneven_lists", "test_shapes", "test_dtypes", "test_works")
-"""Files of tests/backend that reach the faults, the quickest to find most of them first."""
+"""Files of tests/backend that reach the faults; the files that find most faults soonest come first."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class CoreFault:
     """A change of one place in the core.
 
     Attributes:
-        name: What goes wrong then.
+        name: What goes wrong because of the change.
         path: File below ``csrc``.
-        before: Text that the file has once.
-        after: Text in its place.
+        before: Text that occurs exactly once in the file.
+        after: Text that replaces `before`.
     """
 
     name: str
@@ -212,7 +212,7 @@ class Core:
                 shutil.copyfile(path, copy)
 
     def build(self) -> Path:
-        """Compile what has changed; return the extension."""
+        """Compile what has changed; return the path of the extension."""
         folder = Path(sys.executable).parent
         cmake = shutil.which("cmake", path=os.pathsep.join([str(folder), os.environ.get("PATH", "")]))
         assert cmake is not None, "cmake is missing; pip install -r requirements-dev.txt"
@@ -247,8 +247,8 @@ class Found:
     """How a fault was found.
 
     Attributes:
-        after: Time until then, as shown.
-        by: What showed it.
+        after: Time until the fault was found, with its unit.
+        by: Program or test that found the fault, as text.
     """
 
     after: str
@@ -256,7 +256,7 @@ class Found:
 
 
 def fuzz(core: Path, seconds: float, seed: int) -> Found | None:
-    """Run the fuzzer on a core; return what it has found, None if it ends well or not in time."""
+    """Run the fuzzer on a core; return how it found a fault, None if it found none in time."""
     command = [sys.executable, "-m", "phalanx.testing.fuzz", "--seconds", str(seconds), "--seed", str(seed)]
     code, output = _run([*command, "--out", str(KEPT), "--shrink", "0"], core)
     if code in (0, _LATE):
@@ -269,7 +269,7 @@ def fuzz(core: Path, seconds: float, seed: int) -> Found | None:
 
 
 def verify(core: Path) -> Found | None:
-    """Run tests of the backend on a core with every call verified; return what that has found."""
+    """Run tests of the backend on a core with every call verified; return how a fault was found, None if it was not."""
     began_s = time.monotonic()
     for name in _VERIFIED:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "--maxfail=3"]
@@ -280,7 +280,7 @@ def verify(core: Path) -> Found | None:
 
 
 def _run(command: Sequence[str], core: Path, **environ: str) -> tuple[int, str]:
-    """Run a command with a core in the place of the installed one; return its exit code and what it has printed."""
+    """Run a command with `core` in place of the installed core; return the command's exit code and output."""
     path = str(REPOSITORY / "tests" / "core" / "sanitized")
     given = {**os.environ, "PYTHONPATH": path, "SANITIZED_CORE": str(core), **environ}
     with subprocess.Popen(
@@ -296,7 +296,7 @@ def _run(command: Sequence[str], core: Path, **environ: str) -> tuple[int, str]:
 
 
 def find(faults: Sequence[CoreFault], look: Callable[[Path], Found | None]) -> list[str]:
-    """Plant each fault alone, look for it, and print a row of a table; return the names of those not found."""
+    """Plant each fault alone, look for it, and print a row of a table; return the names of faults not found."""
     core, missed = Core(), []
     found = look(core.build())
     assert found is None, f"without a fault, {found} was found"

@@ -1,16 +1,17 @@
 """Runs tests on an instrumented core, and prints which lines and branches of ``csrc`` they have executed.
 
 The core is built with clang's source coverage in a virtual environment of its own, ``build/coverage/venv``, which finds
-every other package in the present one. Every process that a test starts by ``sys.executable`` or by a command beside it
-therefore loads the instrumented core, whatever environment variables it is given.
+every other package in the present environment. So every process that a test starts by ``sys.executable``, or by a
+command beside it, loads the instrumented core, whatever environment variables the process is given.
 
-The counters are a file that each process maps as shared memory ("continuous mode"): a count is in the file once it is
-made. Ranks that are forked, leave by ``os._exit`` or are killed by SIGKILL count like all others. gcc's counters are
-private memory that ``exit`` writes; the core would need hooks for each of those ends, and SIGKILL has none.
+The counters are a file that each process maps as shared memory ("continuous mode"), so each count is in the file at
+once. Counts of ranks that are forked, end by ``os._exit`` or are killed by SIGKILL are not lost. gcc, by contrast,
+counts in private memory, which ``exit`` writes to a file: the core would need a hook for each other way to end, and
+there is no hook for SIGKILL.
 
 Lines of templates and of the kernels, which are compiled once per type or instruction set, count as executed if one of
-these copies was. A branch is one outcome, true or false, of a condition. clang counts blocks: if a call throws, or the
-process dies in it, the lines after it in the same block count as executed.
+the compiled copies was executed. A branch is one outcome, true or false, of a condition. clang counts blocks: if a call
+throws, or the process dies in the call, the lines after the call in the same block count as executed.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _PYTHON = KEPT / "venv" / "bin" / "python"
 _COUNTERS = KEPT / "counters"
 _LANE = "not (cluster or slow or integrations or wheels or site)"
 _CLANGS = ("clang++", *(f"clang++-{version}" for version in range(24, 17, -1)))
-# Counts go to memory at once: the optimizer would keep those of a loop in registers until the loop ends.
-# Atomic, because clang derives one outcome of a condition from the other: a lost count would invent or hide it.
+# No promotion of counters: it would keep the counts of a loop in registers until the loop ends. Atomic updates, because
+# clang derives the count of one outcome from others: a lost count would invent or hide an outcome.
 _FLAGS = (
     "-fcoverage-mapping -fprofile-update=atomic -mllvm -runtime-counter-relocation -mllvm -do-counter-promotion=false"
 )
@@ -58,14 +59,14 @@ class Covered:
         return sorted(line for line, times in self.lines.items() if not times)
 
     def numbers(self) -> tuple[int, int, int, int]:
-        """Return the numbers of lines, of executed ones, of branches and of taken ones."""
+        """Return the numbers of lines, executed lines, branches and taken branches."""
         lines, branches = self.lines.values(), self.branches.values()
         return len(lines), sum(map(bool, lines)), len(branches), sum(map(bool, branches))
 
 
 def flags(counters: Path) -> str:
-    """Return the compiler's options for code that counts in a file of a folder, also if its process is killed."""
-    return f"-fprofile-instr-generate={counters}/%c%m {_FLAGS}"  # without %m, each process begins at 0 for all
+    """Return the compiler's options for code that counts in files in `counters`, even if its process is killed."""
+    return f"-fprofile-instr-generate={counters}/%c%m {_FLAGS}"  # without %m, each process sets all counts to 0
 
 
 def find_clang() -> Path | None:
@@ -75,7 +76,7 @@ def find_clang() -> Path | None:
 
 
 def build() -> Path:
-    """Bring the environment and its core up to date; return the clang that has built it.
+    """Bring the environment and its core up to date; return the clang that has built the core.
 
     Raises:
         SystemExit: There is no clang of version 18 or later, or the build fails.
@@ -99,12 +100,12 @@ def build() -> Path:
     if code := subprocess.run(command, env={**os.environ, "CXX": str(clang), "PATH": path}, check=False).returncode:
         sys.exit(f"the instrumented core was not built: pip ended with {code}")
     if before != [core.read_bytes() for core in _cores()]:
-        shutil.rmtree(_COUNTERS, ignore_errors=True)  # they are of another core
+        shutil.rmtree(_COUNTERS, ignore_errors=True)  # the counts are those of another core
     return clang
 
 
 def _cores() -> list[Path]:
-    """Return the file of the instrumented core; none before it is built."""
+    """Return a list with the file of the instrumented core; an empty list before the core is built."""
     return list(KEPT.glob("venv/lib/python*/site-packages/phalanx/_core*.so"))
 
 
@@ -136,7 +137,14 @@ def covered(clang: Path) -> dict[str, Covered]:
 
 
 def read(clang: Path, binary: Path, counters: Path, folder: Path) -> dict[str, Covered]:
-    """Return what the counters of a binary say of the sources in a folder, by path beside the folder."""
+    """Return what was executed of the sources in `folder`, by path relative to the folder's parent.
+
+    Args:
+        clang: Compiler that built `binary`.
+        binary: Instrumented library or program.
+        counters: Folder of the files in which `binary` counts.
+        folder: Folder of sources.
+    """
     profdata, cov = (
         subprocess.run([clang, f"--print-prog-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
         for name in ("llvm-profdata", "llvm-cov")
@@ -149,7 +157,7 @@ def read(clang: Path, binary: Path, counters: Path, folder: Path) -> dict[str, C
         command = [cov, "export", f"-format={form}", f"-instr-profile={profile}", binary, folder]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
-    # Each form lacks something: the first does not tell copies of a branch apart, the second does not have lines.
+    # Each form lacks something: "lcov" does not tell copies of a branch apart, "text" has no lines.
     for record in export("lcov").splitlines():
         kind, _, facts = record.partition(":")
         if kind == "SF":
@@ -165,7 +173,7 @@ def read(clang: Path, binary: Path, counters: Path, folder: Path) -> dict[str, C
 
 
 def ranges(lines: Sequence[int]) -> Iterator[str]:
-    """Yield lines in words, neighbours as one range: 3, 7-9."""
+    """Yield the numbers of lines as text; adjacent lines become a range: ``3``, then ``7-9``."""
     begin = None
     for line, then in zip(lines, [*lines[1:], None], strict=True):
         begin = begin or line
@@ -175,7 +183,7 @@ def ranges(lines: Sequence[int]) -> Iterator[str]:
 
 
 def show(files: dict[str, Covered], missed: bool) -> None:
-    """Print the table, and the lines never executed if they are wanted."""
+    """Print the table and, if `missed`, the lines that were never executed."""
     print(f"{'file':40}{'lines':>8}{'executed':>10}{'':7}{'branches':>10}{'taken':>8}")
     rows = {path: file.numbers() for path, file in sorted(files.items())}
     for path, row in [*rows.items(), ("all", tuple(map(sum, zip(*rows.values(), strict=True))))]:
@@ -205,7 +213,7 @@ def main() -> None:
     if given.fresh:
         shutil.rmtree(_COUNTERS, ignore_errors=True)
     _COUNTERS.mkdir(exist_ok=True)
-    subprocess.run([_PYTHON, "-c", "import phalanx._core"], check=True)  # makes the file if there is none
+    subprocess.run([_PYTHON, "-c", "import phalanx._core"], check=True)  # makes the counters' file
     for path in _COUNTERS.iterdir():
         path.chmod(0o666)  # tests run ranks as other users, too
     code = run(["-n", given.n, "--dist", "loadfile", "-m", _LANE, *given.tests]) if given.tests else 0

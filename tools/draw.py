@@ -1,7 +1,8 @@
 """Draw the pictures of the documentation: ``python tools/draw.py`` writes all into docs/pictures.
 
-``python tools/draw.py all_reduce ring_all_reduce`` writes these alone. Each picture is one function in `drawing`, so a
-change is a change of text; tests/docs/test_pictures.py holds that the committed files are what this draws.
+``python tools/draw.py all_reduce ring_all_reduce`` writes only these two. Each picture is drawn by one function in
+`drawing`, so it is changed by changing code; tests/docs/test_pictures.py checks that the committed files are up to
+date.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 
 
 def is_current(name: str) -> bool:
-    """Return whether the committed file is what the description draws."""
+    """Return whether the committed file of a picture is up to date."""
     file = FOLDER / f"{name}.svg"
     return file.exists() and file.read_text(encoding="utf-8") == svg_of(name)
 

@@ -1,13 +1,13 @@
-"""Plants small faults in the sources, one at a time, and tells which of them the tests find.
+"""Plants small faults in the sources, one at a time, and reports which of them the tests find.
 
-``map`` runs each file of tests under coverage and keeps which lines it reaches, also in the processes that it starts:
-two hours of a core. ``plant`` changes a random line, in this checkout, and runs the files that reach it until one
-fails; a fault that none finds shows where a test is missing. ``plant --likely 6`` needs no map: it runs the six files
-that are most about the changed one, by their imports and their names. ``total`` prints the coverage that ``map`` has
-found. ``core`` plants the faults of `core_faults` and tells which of them the fuzzer finds, or, with ``--verify``,
-PHALANX_VERIFY.
+``map`` runs each test file under coverage and saves which lines the file reaches, also in processes that it starts;
+this takes two hours of one core. ``plant`` changes one random line of this checkout at a time, and runs the test files
+that reach the line until one fails; a fault that no file finds shows where a test is missing. ``plant --likely 6``
+needs no map: it runs the six test files whose imports and names fit the changed file best. ``total`` prints the
+coverage that ``map`` has measured. ``core`` plants the faults of `core_faults`, and reports which of them the fuzzer
+finds or, with ``--verify``, which PHALANX_VERIFY finds.
 
-What they keep is in ``build/faults``. coverage must be installed beside the packages of the tests.
+The results are in ``build/faults``. The package coverage must be installed in the environment of the tests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ source = {source}
 patch = _exit, fork, subprocess
 disable_warnings = no-data-collected, module-not-imported, couldnt-parse
 """
-_FILE_S = 900.0  # for a file of tests under coverage
+_FILE_S = 900.0  # time limit of a test file under coverage
 _OPERATORS = {
     "==": "!=", "!=": "==", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "is": "is not", "is not": "is", "in": "not in",
     "not in": "in", "and": "or", "or": "and", "+": "-", "-": "+", "*": "+", "//": "*", "/": "*", "%": "+",
@@ -59,7 +59,7 @@ class Fault:
 
     Attributes:
         path: File, relative to the repository.
-        line: Number of the line in which it begins.
+        line: Number of the line in which the piece begins.
         begin: Offset of the piece in the file's text.
     """
 
@@ -89,7 +89,7 @@ def faults_of(path: Path) -> list[Fault]:
 
 
 def chosen(folder: str, num: int, seed: int) -> list[Fault]:
-    """Return random faults of the sources, or of a folder of them."""
+    """Return `num` random faults in the sources below `folder`, which is relative to the repository."""
     core = [
         path for path in REPOSITORY.glob("csrc/*/*") if path.suffix in (".cpp", ".h") and path.parent.name != "tests"
     ]
@@ -150,12 +150,12 @@ def _of_python(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def all_tests() -> list[str]:
-    """Return the files of tests."""
+    """Return the paths of all test files, relative to the repository."""
     return sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("tests/**/test_*.py"))
 
 
 def make_map(tests: Sequence[str], num_at_once: int) -> None:
-    """Run files of tests under coverage, and keep the lines of the package that each reaches."""
+    """Run test files under coverage, and save which lines of the package each of them reaches."""
     (KEPT / "data").mkdir(parents=True, exist_ok=True)
     (KEPT / "rc").write_text(_RC.format(source=REPOSITORY / "src" / "phalanx"))
     with concurrent.futures.ThreadPoolExecutor(num_at_once) as pool:
@@ -192,7 +192,7 @@ def _cover(name: str) -> tuple[str, int, float]:
 
 
 def _run(command: Sequence[str], limit_s: float, output: int = subprocess.DEVNULL, **environ: str) -> int:
-    """Return the exit code of a command, -1 if it ran out of time; nothing of it outlives this."""
+    """Run a command; return its exit code, or -1 if it passes the time limit. Its processes are ended in any case."""
     process = subprocess.Popen(
         command, cwd=REPOSITORY, env={**os.environ, **environ}, stdout=output, stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -208,7 +208,7 @@ def _run(command: Sequence[str], limit_s: float, output: int = subprocess.DEVNUL
 
 
 def print_total() -> None:
-    """Print how much of the package all files of tests together reach, by line and by branch."""
+    """Print how much of the package all test files together reach, by line and by branch."""
     from coverage import Coverage
 
     cov = Coverage(data_file=str(KEPT / "total"), config_file=str(KEPT / "rc"))
@@ -220,7 +220,7 @@ def print_total() -> None:
 
 
 def plant(faults: Sequence[Fault], likely: int, fault_s: float) -> None:
-    """Plant each fault alone, and tell which test finds it; what was found is kept as it comes."""
+    """Plant each fault alone, print which test finds it, and save the results so far after each fault."""
     KEPT.mkdir(parents=True, exist_ok=True)
     results = []
     for fault in faults:
@@ -232,7 +232,7 @@ def plant(faults: Sequence[Fault], likely: int, fault_s: float) -> None:
 
 
 def _reaching(fault: Fault) -> list[str]:
-    """Return the files of tests that reach a fault by the map, the nearest first; of C++, all."""
+    """Return the test files that reach a fault by the map, those with the closest names first; for C++, all files."""
     reached = json.loads((KEPT / "map.json").read_text())
     tests = [
         name for name, lines in reached.items() if fault.line in lines.get(fault.path, ()) or not fault.is_of_python
@@ -241,7 +241,7 @@ def _reaching(fault: Fault) -> list[str]:
 
 
 def _likely(fault: Fault, num: int) -> list[str]:
-    """Return the files of tests that are most about a file: they import it, or their names have words of its name."""
+    """Return the `num` test files that fit a fault's file best: they import it, or share words of its name."""
     package, _, module = fault.path.removeprefix("src/").removesuffix(".py").replace("/", ".").rpartition(".")
     imports = re.compile(rf"\b{re.escape(package)}(\.| import .*\b){module}\b")
     near = {
@@ -256,7 +256,7 @@ def _words(path: str) -> set[str]:
 
 
 def found_by(fault: Fault, tests: Sequence[str], fault_s: float) -> str:
-    """Return the first test that fails with a fault, or that none does."""
+    """Return the first test that fails with a fault; if there is none, a phrase that says so."""
     if not tests:
         return "no test reaches it"
     path = REPOSITORY / fault.path

@@ -1,8 +1,8 @@
 """Record terminals for the documentation: ``python tools/record.py`` runs real commands and writes docs/pictures.
 
-Each recording is the last screen of a command in a pseudo-terminal of 80 columns, run in an empty folder in which
-``examples`` is that of the repository. Record again when what these commands print has changed; unlike the drawings,
-recordings differ from run to run, so no test compares them. ``python tools/record.py kill`` makes that one alone.
+Each recording is the last screen of a command in a pseudo-terminal of 80 columns, run in an empty folder with a link to
+the repository's ``examples``. Record again when what these commands print has changed; unlike the drawings, recordings
+differ from run to run, so no test compares them. ``python tools/record.py kill`` makes only the recording ``kill``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ dist.all_reduce(loss)
 
 
 def kill_second_rank(output: str) -> str:
-    """Kill rank 1 once the second epoch is over; return the command that another terminal would have shown."""
+    """Kill rank 1 once the second epoch is over; return the command that a user would have typed, "" before that."""
     pids = re.search(r"processes of the ranks: (\d+) (\d+)", output)
     if pids is None or "epoch 2, step" not in output:
         return ""
@@ -58,7 +58,7 @@ class Recording:
     command: str
     description: str
     files: dict[str, str] = field(default_factory=dict)
-    meddle: Callable[[str], str] | None = None  # what happens meanwhile in another terminal; called until it has
+    meddle: Callable[[str], str] | None = None  # acts as another terminal; called until it returns text
 
 
 RECORDINGS = {
@@ -80,7 +80,7 @@ RECORDINGS = {
 
 
 def run_in_terminal(command: list[str], folder: Path, meddle: Callable[[str], str] | None) -> tuple[str, str]:
-    """Return what `command` has written to a terminal of 80 columns, and what `meddle` did meanwhile."""
+    """Return what `command` has written to a terminal of 80 columns, and what `meddle` returned meanwhile."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(folder)

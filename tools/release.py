@@ -1,6 +1,6 @@
-"""What surrounds the build of a release: ``make release`` calls ``check`` before it and ``tag`` after it.
+"""The steps around the build of a release: ``make release`` calls ``check`` before the build and ``tag`` after it.
 
-Neither uploads anything. See ``docs/en/contributing/releases.md``.
+Neither step uploads anything. See ``docs/en/contributing/releases.md``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    """Run one step; the exit code is 1, and every reason is shown, if the release can't be made."""
+    """Run one step; if the release can't be made, show every reason and exit with code 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=["check", "tag"], help="what to do")
     parser.add_argument("--repository", type=Path, default=REPOSITORY, help="checkout (default: this one)")

@@ -1,9 +1,9 @@
 """Write the measured numbers into the pages: ``python tools/tables.py`` fills every place that asks for a table.
 
 A place is a pair of comments, ``<!-- table: VIEW -->`` and ``<!-- end of table -->``, in a page of docs/ or a README.
-What stands between them is replaced by the view of a record in docs/numbers, so no number is typed. ``--check`` writes
-nothing and fails if a page is behind its record. Records are what the benchmarks write with ``--json
-docs/numbers/NAME.json``; `tables.json` holds how their words are shown in each language.
+The text between them is replaced by the view of a record in docs/numbers, so no number is typed by hand. ``--check``
+writes nothing and fails if a page is older than its record. The benchmarks write the records, with ``--json
+docs/numbers/NAME.json``; `tables.json` translates the words in the records for each language.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _BLANK = "\N{NO-BREAK SPACE}"
 _STEP_COLUMNS = ("1: python", "2: torchrun, torch DDP on Gloo", "2: torchrun, phalanx DDP on phalanx")
 
 WORDS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-"""How records' headings, names and notes are shown, by language; what is not there is shown as it is."""
+"""How the headings, names and notes of records are shown, by language; text that is missing here is shown as it is."""
 
 
 @dataclass(frozen=True)
 class View:
-    """The rows of a record's table in which `where` holds, with one of the sizes if any are named, and some columns.
+    """Part of a table of a record: rows in which `where` holds and the size is one of `sizes`, and some `columns`.
 
-    "Gloo ratio" is the column that follows Gloo's.
+    An empty field selects everything. The column "Gloo ratio" is the one that follows Gloo's.
     """
 
     record: str
@@ -73,7 +73,7 @@ SENTENCES: dict[str, tuple[str, Sequence[tuple[dict[str, object], str]]]] = {
     "fact_restart": ("launch", [({"what": "death to next all_reduce"}, "median")]),
     "fact_report": ("launch", [({"what": "death to end of command"}, "median")]),
 }
-"""One measured fact each: the record, and the cells that its sentence in `tables.json` tells, all in seconds."""
+"""Sentences of `tables.json`, each with its record and the cells that the sentence quotes, all in seconds."""
 
 
 def load(name: str) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def markdown_table(heading: Sequence[str], rows: Sequence[Sequence[str]], is_tex
 
 
 def facts(record: dict[str, Any], language: str) -> str:
-    """Return the line under a table: command, date, machine, versions, and how the numbers came here."""
+    """Return the line under a table: command, date, machine, versions, and the record's note."""
     machine, note = record["machine"], record["note"]
     if language == "zh" and note and note not in WORDS["zh"]:
         raise SystemExit(f"tools/tables.json has no Chinese for this note: {note}")
@@ -148,7 +148,7 @@ def facts(record: dict[str, Any], language: str) -> str:
 
 
 def render(name: str, language: str) -> str:
-    """Return the Markdown of a view: the table, and the line that says where it comes from."""
+    """Return the Markdown of a view: the table, and the line that says how it was measured."""
     if name == "summary":
         return "\n".join(summary(language))
     if name in SENTENCES:
@@ -210,7 +210,7 @@ def pages() -> list[Path]:
 
 
 def filled(page: Path) -> str:
-    """Return the page's text with every table as its record has it."""
+    """Return the page's text with every table filled from its record."""
     text = page.read_text(encoding="utf-8")
     is_chinese = "zh" in page.relative_to(REPOSITORY).parts or ".zh" in page.name
     language = "zh" if is_chinese else "en"

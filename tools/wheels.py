@@ -1,17 +1,17 @@
 """Build the wheels and the sdist of a release, and check what they require of the system that they are installed on.
 
-``make wheels`` runs it with the tools of ``requirements-wheels.txt``.
+``make wheels`` runs this program with the tools of ``requirements-wheels.txt``.
 
-**One wheel for many torches.** The core is plain C++ and links nothing of torch. What it needs of a tensor it asks a
-function that torch offers at run time (``csrc/python/tensors.h``), so a wheel outlives torch's versions. Python's side
-is nanobind's: one wheel each for 3.10 and 3.11, and one of the stable ABI for all that follow.
+**One wheel for many torches.** The core is plain C++ and is not linked with torch. It learns about a tensor by calling
+a function that torch offers at run time (``csrc/python/tensors.h``), so a wheel works with many versions of torch. The
+bindings are nanobind's: one wheel each for Python 3.10 and 3.11, and one for the stable ABI of all later versions.
 
-**An old glibc without an old machine.** zig compiles the core for each processor. It is a package of the registry, and
-brings clang, libc++ and the symbols of every glibc: ``-target x86_64-linux-gnu.2.28`` links against the one that
-torch's own wheels ask for. The C++ runtime is linked in, since the system's may be older than the code, so a wheel
-needs nothing but Python and torch. Any Python of the right version will do: the headers do not depend on the
+**An old glibc without an old machine.** zig compiles the core for each processor. zig is installed by pip, and contains
+clang, libc++ and the symbols of every glibc: ``-target x86_64-linux-gnu.2.28`` links against the glibc that torch's own
+wheels require. The C++ runtime is linked in, because the system's may be older than the code, so a wheel needs only
+Python and torch. Any Python of the right version can build a wheel, because Python's headers do not depend on the
 processor. TLS descriptors, which nanobind would turn on, are off: calls through them clobber vector registers before
-glibc 2.40. ``auditwheel`` and ``abi3audit`` read what came out.
+glibc 2.40. ``auditwheel`` and ``abi3audit`` check the wheels.
 
 **Kernels are chosen where they run** (``csrc/collectives/reduce_kernels.cpp``). A test runs the wheel's core on an
 emulated processor without AVX.
@@ -33,7 +33,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 WORK = REPOSITORY / "build" / "wheels"
 GLIBC = "2.28"
 PROCESSORS = ("x86_64", "aarch64")
-PYTHONS = ("3.10", "3.11", "3.12")  # the last one's wheel is of the stable ABI and serves all later versions
+PYTHONS = ("3.10", "3.11", "3.12")  # the wheel for the last one uses the stable ABI and serves all later versions
 MAX_WHEEL_BYTES = 3_000_000
 SYSTEM_LIBRARIES = ("libc.so.", "libm.so.", "libpthread.so.", "libdl.so.", "librt.so.", "ld-linux")
 BACKEND = """
@@ -107,7 +107,7 @@ def build_wheel(target: Target, out: Path) -> Path:
         "CMAKE_CXX_COMPILER": compiler / "c++",
         "CMAKE_AR": compiler / "ar",
         "CMAKE_RANLIB": compiler / "ranlib",
-        "CMAKE_CXX_FLAGS": "-include stdio.h",  # nanobind expects another header to include it, and libc++'s do not
+        "CMAKE_CXX_FLAGS": "-include stdio.h",  # nanobind relies on other headers to include it; libc++'s do not
         "NB_HAS_MTLS_GNU2": "OFF",  # TLS descriptors clobber vector registers before glibc 2.40
     }
     names = json.dumps({"env._PYTHON_HOST_PLATFORM": target.platform})  # the backend takes the wheel's platform from it
@@ -159,7 +159,7 @@ def zig_commands(processor: str) -> Path:
 
 
 def check_wheel(wheel: Path, target: Target) -> list[str]:
-    """Return what is wrong with a wheel: what it needs of the system or of Python, its name, its size."""
+    """Return the faults of a wheel: in its requirements on the system and on Python, its name and its size."""
     faults = []
     if wheel.stat().st_size > MAX_WHEEL_BYTES:
         faults.append(f"it is larger than {MAX_WHEEL_BYTES / 1e6:g} MB")
@@ -192,7 +192,7 @@ def tool(name: str) -> Path:
 
 
 def run(command: list[Path | str], **environ: str) -> str:
-    """Run a command and return what it printed; show that and exit where it fails."""
+    """Run a command and return what it printed to stdout; if it fails, show its output and exit."""
     done = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **environ}, text=True, capture_output=True)
     if done.returncode != 0:
         print(done.stdout, done.stderr, sep="\n", file=sys.stderr)

@@ -27,7 +27,7 @@ class UsageError(ValueError):
 
     Attributes:
         word: Wrong word, or the flag in it (``--np`` for ``--np=2``); empty if nobody knows what the user meant.
-        meant: Words that the user meant instead of it.
+        meant: Words that the user meant in place of `word`.
     """
 
     def __init__(self, message: str, word: str = "", meant: Sequence[str] = ()) -> None:

@@ -78,7 +78,7 @@ FOLDER_VARIABLE = "PHALANX_RUN_FOLDER"
 TRIAL_VARIABLE = "PHALANX_TRIAL"
 """Set by ``phalanx tune`` for the ranks of its trials, see `launch.rank_trial`."""
 PROMPT_VARIABLE = "PHALANX_PROMPTS"
-"""Set by ``phalanx run`` for its ranks: the socket at which it lends its terminal to debuggers; empty without one."""
+"""Set by ``phalanx run`` for its ranks: the socket at which it lends its terminal to debuggers; "" if it has none."""
 SURVIVORS_VARIABLE = "PHALANX_SURVIVORS"
 """Set by ``phalanx run`` for its ranks: the socket at which ranks ask to be kept when another rank fails, or ""."""
 PROCESS_VARIABLE = "PHALANX_PROCESS"
@@ -149,7 +149,7 @@ def replaces_gloo(word: str) -> bool:
     """Return whether a value of PHALANX_REPLACE asks for phalanx in place of Gloo.
 
     Raises:
-        ValueError: The value is another word.
+        ValueError: The value is neither ``gloo`` nor empty.
     """
     if word not in ("", "gloo"):
         raise ValueError(f"must be gloo, or empty{did_you_mean(word, ['gloo'])}")
@@ -160,7 +160,7 @@ def verifies_every(word: str) -> int:
     """Return K if a value of PHALANX_VERIFY asks to verify every K-th call; 0 if no call is to be verified.
 
     Raises:
-        ValueError: The value is another word.
+        ValueError: The value is not ``gloo``, ``gloo:K`` or empty.
     """
     if word in ("", "gloo"):
         return int(bool(word))
@@ -249,7 +249,8 @@ def may_use_torchcomms() -> bool:
 def wants_torchs_records() -> bool:
     """Whether the user has asked torch to record every operation, or to check the values of its tensors.
 
-    The Flight Recorder counts only if its buffer size is set: torch enables it by default, but that costs 8 us a call.
+    The Flight Recorder, which torch enables by default, counts only if the user has set the size of its buffer, because
+    recording costs 8 us a call.
     """
     sizes = [os.environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
     return next((int(size) > 0 for size in sizes if size), False) or os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"

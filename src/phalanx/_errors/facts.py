@@ -24,7 +24,7 @@ class Facts:
 
     @classmethod
     def from_facts(cls, facts: object) -> Self:
-        """Return an object equal to the one whose `to_facts` returned `facts`, even if `facts` travelled as JSON.
+        """Return the object that `to_facts` converted to `facts`, even if `facts` travelled as JSON.
 
         Raises:
             ValueError: `facts` is not a possible result of `to_facts`; an unknown sender may have sent it.

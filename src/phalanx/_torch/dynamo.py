@@ -1,11 +1,11 @@
-"""Keeps ranks from importing ``torch._dynamo`` before they compile something: that costs a rank 1 s of CPU and 80 MB.
+"""Keeps ranks from importing ``torch._dynamo`` (1 s of CPU and 80 MB for each rank) before they compile something.
 
 torch imports torch._dynamo wherever a running compiler would have to be notified: when the first optimizer is made, in
 each step of an optimizer, and in methods under ``torch._disable_dynamo``. Before anything is compiled, the notification
 has no effect, so four modules of torch get a stand-in that does nothing. As soon as any other code uses the stand-in,
 torch's own module is imported and replaces the stand-in for good; functions that the stand-in was asked to disable are
 then disabled in torch's module. The import also happens when a program uses a package such as torch.distributed.nn
-without importing the package, because the import of torch._dynamo would have loaded it.
+without importing it: without phalanx, the program would find the package, because torch._dynamo imports it.
 
 The alternative was to import torch._dynamo in the process that forks the ranks. But at import, torch._dynamo reads
 environment variables that the script may set later, so the import would have to be hidden from the script, and would

@@ -255,7 +255,7 @@ MARK_STEPS_IN_BACKWARD = "_in_backward_optimizers"
 if torch renames the attribute, the model is accepted."""
 HOOKS_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Attributes in which optimizers keep hooks. The step of an optimizer with hooks is not divided. If torch renames the
-attributes, it is divided, and a hook sees only parts of the parameters."""
+attributes, such a step is divided, and a hook sees only parts of the parameters."""
 PARTS_OF_SCHEDULER = "_schedulers"
 MILESTONES_OF_SCHEDULER = "_milestones"
 """The first attribute holds the schedules within a SequentialLR or a ChainedScheduler; the second holds the steps at

@@ -4,8 +4,8 @@ A debugger can make Python 3.14 and newer run code from outside (PEP 768), but a
 sets the signal's handler after the fork and before the script, unless the signal already has a handler. The command
 lends its terminal through a socket and writes the socket's path into the launcher's notes, which ranks read through
 ``/proc``. Then the command sends the signal. The rank asks the kernel which user lends the terminal. The prompt opens
-within the handler, because it may take long until the next line of the script runs. This does not work between
-containers, because the rank may not see the file system that contains the socket.
+within the handler, because it may take long until the next line of the script runs. The command does not work between
+containers, because the rank might not see the file system that contains the socket.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def breakpoint(rank: int | None = None) -> None:
     """Stop every rank here: one rank opens pdb at the terminal, and the other ranks wait, without a time limit.
 
     All ranks continue when the rank with the debugger continues, after ``continue`` or the first ``next`` or ``step``.
-    Other ranks do not time out while they wait for this rank in a collective of the phalanx backend, even if the user
+    In a collective of the phalanx backend, the other ranks wait for that rank without timing out, even if the user
     steps through its code later. ``quit`` and Ctrl-D end the job. If there is no terminal to type at, a line says so
     and every rank continues.
 

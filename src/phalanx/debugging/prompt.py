@@ -37,7 +37,7 @@ def line_of(frame: FrameType) -> str:
 
 @contextlib.contextmanager
 def held(where: str) -> Iterator[None]:
-    """During the block, show ranks that wait for this rank that it is in a debugger at `where`. Thread-safe."""
+    """Within the block, ranks that wait for this rank see that it is in a debugger at `where`. Thread-safe."""
     core: Any = None
     with contextlib.suppress(ImportError):  # raised outside Linux, where there are no phalanx groups
         from phalanx import _core as core

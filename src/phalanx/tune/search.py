@@ -12,8 +12,9 @@ is a race: in every round, each setup has a turn of 0.3 s.
 - A turn may take a quarter of the time left for the search, or 10 s if that is more; a start may take four times as
   long as the longest start so far, or 30 s if that is more. A job that fails or hangs gets a line in the table, and the
   search continues with the other jobs.
-- If a script reuses the batches that it has loaded, each later step counts as many samples as its first steps loaded.
-  If no samples were ever loaded, all speeds are in steps.
+- If a script reuses the batches that it has loaded, each later step counts the mean number of samples that the first
+  steps loaded.
+- If no samples were ever loaded, all speeds are in steps.
 """
 
 from __future__ import annotations
