@@ -50,7 +50,7 @@ _PARSER = MarkdownIt("commonmark").enable("table").use(front_matter_plugin)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block, and what the comments on the lines before it say."""
+    """A fenced block, with the comments on the lines before it."""
 
     info: str
     body: str
@@ -113,7 +113,7 @@ class Page:
 
     @cached_property
     def anchors(self) -> set[str]:
-        """What a link to this page may name after its ``#``."""
+        """Names that a link to this page can have after ``#``."""
         found = {before or inside for before, inside in _TARGET.findall(self.text)}
         for _, title in self.headings:
             slug = github_slugify(title)

@@ -110,7 +110,7 @@ def _cores() -> list[Path]:
 
 
 def _adopt_commands(folder: Path) -> None:
-    """Copy the commands of the present environment, such as torchrun, for the instrumented one's Python."""
+    """Copy commands such as torchrun from the present environment to the instrumented one, to run with its Python."""
     for path in folder.iterdir():
         to = _PYTHON.with_name(path.name)
         if to.exists() or not path.is_file():

@@ -1,8 +1,7 @@
 """Draw the pictures of the documentation: ``python tools/draw.py`` writes all into docs/pictures.
 
 ``python tools/draw.py all_reduce ring_all_reduce`` writes only these two. Each picture is drawn by one function in
-`drawing`, so it is changed by changing code; tests/docs/test_pictures.py checks that the committed files are up to
-date.
+`drawing`; tests/docs/test_pictures.py checks that the committed files are up to date.
 """
 
 from __future__ import annotations

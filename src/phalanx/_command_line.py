@@ -26,7 +26,7 @@ class UsageError(ValueError):
     """A mistake in the command line, in one line.
 
     Attributes:
-        word: Wrong word, or the flag in it (``--np`` for ``--np=2``); empty if nobody knows what the user meant.
+        word: Wrong word, or only its flag (``--np`` of ``--np=2``); empty if it is not known what the user meant.
         meant: Words that the user meant in place of `word`.
     """
 

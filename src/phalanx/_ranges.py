@@ -1,7 +1,7 @@
 """Divides a length into nearly equal parts, for ranks, processors or pieces.
 
-All users rely on exactly this division: data batches, blocks of checkpoints, rails between hosts, and the CPUs of
-ranks. Ranks compute it independently and must agree, and files of checkpoints that exist are divided in this way."""
+The division must not change, because ranks compute it independently and must agree, and because existing checkpoints
+are divided in this way. It is used for data batches, blocks of checkpoints, rails between hosts, and ranks' CPUs."""
 
 from __future__ import annotations
 

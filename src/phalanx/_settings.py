@@ -51,7 +51,7 @@ class Settings:
     """Engine that repeats operations to compare results: ``gloo``, or ``gloo:K`` for every K-th operation; empty for
     none. Must be equal on all ranks."""
     host: str = ""
-    """Name of a simulated host. Ranks with different names do not share memory, so one machine can act as several."""
+    """Name of a simulated host. Ranks with different names share no memory, so one machine simulates several hosts."""
 
 
 def variable_of(name: str) -> str:

@@ -111,7 +111,7 @@ def shortened(text: str, max_chars: int = 60) -> str:
     if len(text) <= max_chars:
         return text
     kept = text[: max_chars - 3]
-    word = kept.rfind(" ")  # a word that takes half of the text is cut: it is a path, or no word
+    word = kept.rfind(" ")  # a word that takes half of the text is cut: it is hardly a word, but a path, for example
     return f"{kept[:word] if word > len(kept) // 2 else kept}..."
 
 
@@ -137,7 +137,7 @@ def message_of(error: BaseException) -> str:
 
 
 def class_and_message(error: BaseException) -> str:
-    """Return an exception's class and message in a form that can be sent to other ranks: valid UTF-8, by escapes."""
+    """Return an exception's class and message for other ranks, with escapes for characters that UTF-8 can't encode."""
     words = f"{type(error).__name__}: {message_of(error)}".rstrip(": ")
     return words.encode(errors="backslashreplace").decode()
 

@@ -17,8 +17,8 @@ once, because each record says whether its rank replaces Gloo.
 **torchcomms:** if it is installed and enabled, torch gives it precedence over any plugin; a line on stderr says so.
 
 **Tensors of a GPU.** Gloo accepts them in collectives, though not in messages. The ranks make a real Gloo group at the
-first collective on GPU tensors, which all ranks call. A barrier before that reports any rank that called something
-else. Both devices share one backend, as in torch, which would drop a second backend of type GLOO.
+first collective on GPU tensors, which all ranks call. Before they do so, a barrier reports any rank that called
+something else. CPU and GPU share one backend, because torch would drop a second backend of type GLOO.
 
 If the variable is set, every ``import torch`` runs this module; ``python -m bench.imports`` measures the cost.
 """

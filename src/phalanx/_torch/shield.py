@@ -108,7 +108,7 @@ def _work(loop: Callable[..., object], *args: Any) -> None:
 
 @contextlib.contextmanager
 def _hear_owner() -> Iterator[None]:
-    """Install the handler, which obeys only the rank, at the end of a block in which torch may install another."""
+    """Install the handler, which obeys only the rank, at the end of a block in which torch may install its own."""
     import multiprocessing
 
     from phalanx import _core

@@ -1,8 +1,8 @@
 """Tests whether a tensor's elements lie in CPU memory, and whether its storage holds all of them.
 
 A tensor with its elements in CPU memory is called dense here. The address of any other tensor (a DTensor, a FakeTensor,
-one wrapped by torch.func) is meaningless until torch's dispatcher has unwrapped it. The dispatch keys distinguish the
-two kinds, whatever the class of the tensor.
+a tensor wrapped by torch.func) is meaningless until torch's dispatcher has unwrapped the tensor. The dispatch keys show
+whether a tensor is dense, whatever its class.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from phalanx.host.processes import command_of, working_folder
 
 _PYTESTS = ("pytest", "py.test")
 BY_HAND = "by hand"
-"""Name that stands for the launcher of a job that a person started without one, for example from a shell."""
+"""Stands for the name of the launcher if a person started the ranks without a launcher, for example from a shell."""
 _STARTERS = {
     "torchrun": "torchrun",
     "torch.distributed.run": "torchrun",

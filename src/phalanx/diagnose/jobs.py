@@ -141,7 +141,7 @@ class Matches:
     """The running jobs that fit what a user has typed.
 
     Attributes:
-        jobs: Jobs that fit; exactly one if it is clear which the user means.
+        jobs: Jobs that fit; exactly one if it is clear which job the user means.
         problem: Reason why it is not clear which job is meant, with the jobs to choose from; "" if it is clear.
     """
 
@@ -376,7 +376,7 @@ def _boxed(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
 
 
 def _meeting(environ: Mapping[str, str]) -> tuple[object, ...]:
-    """Return the rendezvous of ranks with this environment, which differs between jobs; () if there is none."""
+    """Return the rendezvous in a rank's environment, which tells jobs apart; () if there is none."""
     place = detect(environ)
     if place is None or place.master_port is None:
         return ()
@@ -395,7 +395,7 @@ def _placed(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job
             ranks = found.setdefault(_meeting(environ) or (place.world_size, place.scheduler), {})
             if not _is_below(
                 pid, {of for of, _ in ranks.values()}, processes
-            ):  # else it is a rank's child, which has inherited the environment
+            ):  # a rank's child, by contrast, has only inherited the environment
                 ranks[place.rank] = pid, place
     for ranks in found.values():
         parent = processes[next(iter(ranks.values()))[0]].parent
@@ -424,7 +424,7 @@ def _job(parent: int, ranks: Sequence[tuple[int, int, int]], processes: Mapping[
     return Job(
         name=script_name(command_of(first)),
         launcher=launcher,
-        launcher_pid=0 if launcher == BY_HAND else parent,  # by hand: a shell, which may have started several jobs
+        launcher_pid=0 if launcher == BY_HAND else parent,  # by hand: the parent is a shell, perhaps of several jobs
         world_size=world_size,
         ranks=tuple(_rank(rank, pid, processes) for rank, pid, _ in sorted(ranks)),
         script=script_path(command_of(first), first),

@@ -180,7 +180,7 @@ _NO_PY_SPY = "py-spy is not installed: pip install py-spy, or phalanx-torch[diag
 
 
 def _obstacle(pid: int) -> str:
-    """Return why this process can't read the memory of another, and the setting to change; empty if it can."""
+    """Return why this process can't read the memory of `pid`, and the setting to change; empty if it can."""
     try:
         os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY))
     except FileNotFoundError:

@@ -27,7 +27,7 @@ class Run(NamedTuple):
     """A run of ``phalanx run`` that has ended.
 
     Attributes:
-        is_newest: Whether it was chosen as the newest of several, rather than named.
+        is_newest: Whether the run was chosen because it is the newest, rather than named by the user.
     """
 
     folder: Path

@@ -98,7 +98,7 @@ def _role_of(settings: Mapping[str, Setting], environ: Mapping[str, str]) -> Hos
 
 
 def _is_own(host: str) -> bool:
-    """Whether a name or address belongs to this host, which then serves the c10d rendezvous, as in torch."""
+    """Whether a name or address belongs to this host; if so, this host serves the c10d rendezvous, as in torch."""
     if host in (socket.gethostname(), socket.getfqdn()):
         return True
     try:

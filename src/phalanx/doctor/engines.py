@@ -84,7 +84,7 @@ def judge_engine(result: Mapping[str, Any]) -> Finding:
 
 
 def judge_death(died: str, engine: str) -> Finding:
-    """Return the finding that the process with torch died; `engine` is the engine that it was trying, or ""."""
+    """Return the finding that the process with torch died while it tried `engine`, which is "" if it tried none."""
     during = f" while {engine} was tried" if engine else ""
     return problem("torch", f"the process that tries the engines{during}: {died}", _ADVICE.get(engine, "see above"))
 
@@ -179,7 +179,7 @@ def _run(command: list[str], environ: dict[str, str], deadline_s: float) -> tupl
         try:
             out, err = process.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
-            process.terminate()  # mpirun ends its ranks
+            process.terminate()  # mpirun then ends its ranks
             try:
                 out, err = process.communicate(timeout=2)
             except subprocess.TimeoutExpired:

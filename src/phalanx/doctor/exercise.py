@@ -145,7 +145,7 @@ def run_ranks(engine: str, world_size: int, deadline_s: float) -> dict[str, Any]
 
 
 def in_processes(fn: Callable[[int], dict[str, Any]], num: int, deadline_s: float) -> list[dict[str, Any]]:
-    """Call ``fn(number)`` in each of `num` forked processes; return each one's result, or ``{"error": text}``."""
+    """Call ``fn(number)`` in each of `num` forked processes; return the results, ``{"error": text}`` for a failure."""
     from phalanx._text import signal_name
     from phalanx.launch.processes.descendants import die_with_parent
 

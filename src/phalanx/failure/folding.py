@@ -24,7 +24,7 @@ def num_rows(line: str) -> int:
 
 
 def fold(lines: Sequence[str], max_rows: int) -> list[str]:
-    """Return the user's frames, a note that counts the other frames, and the message, in at most `max_rows`."""
+    """Return the user's frames, a note that counts the other frames, and the message, in at most `max_rows` rows."""
     shown, note = _without_others(_own_thread(lines))
     number = _message_of(shown)
     frames, message = shown[:number], shown[number:]
@@ -104,7 +104,7 @@ def _message_of(lines: Sequence[str]) -> int:
 
 
 def _last_frames(lines: Sequence[str], max_rows: int) -> list[str]:
-    """Return the innermost frames that fit."""
+    """Return the innermost frames that fit into `max_rows` rows."""
     kept: list[str] = []
     frame: list[str] = []
     for line in reversed(lines):

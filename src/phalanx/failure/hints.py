@@ -201,7 +201,7 @@ def hint_for(end: Ending, ends: Sequence[Ending] = (), *, num_oom_kills: int = 0
 
 
 def explanation_for(end: Ending) -> str:
-    """Return a reference such as ``(phalanx explain NAME)`` for an end; "" if there is none or the message has it."""
+    """Return a reference such as ``(phalanx explain NAME)`` for an end; "" if there is none or its message has one."""
     entry = _entry_for(end)
     return address(entry) if entry else ""
 

@@ -3,8 +3,8 @@
 The rank itself knows best what ended it. So when a phalanx group is made or `phalanx.init` is called, a hook is put in
 front of `sys.excepthook`. The hook writes ``error.json`` in the format of torch's ``@record``, which torchrun can read,
 and adds the exception's class and message, the user's line, ``is_victim`` and the `Failure`. An exception that was
-raised while a victim's error was being handled counts as a victim's, too, and so does the `RuntimeError` into which
-native code turns an error in a future's callback.
+raised while a victim's error was being handled counts as a victim's, too, and so does a `RuntimeError` that native code
+has made from a victim's error in a future's callback.
 
 The launcher checks the file before it uses it: the file must be whole, not too large, of the expected form and written
 by the rank's own process. If a rank has left no file (another program, a crash, another excepthook, `sys.exit`), the

@@ -2,7 +2,7 @@
 
 Each launcher saves a loss when it learns of it, and again with the phases of the recovery, so a loss is recorded even
 if no step completed after it. A Trainer's report merges the records of several launchers: two records describe one loss
-if they name the same rank or node, and their times differ by no more than the clocks of two hosts may.
+if they name the same rank or node, and their times differ by no more than the clocks of two hosts can differ.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Loss:
         node_sign: Sign by which the loss of a node was noticed; empty if a rank was lost.
         silent_s: Seconds for which the node was silent.
         at_s: Time of the first sign, in seconds since 1970.
-        phases_s: Seconds of each phase by name, in order. Time between two phases belongs to the later one.
+        phases_s: Seconds of each phase by name, in order. Time between two phases belongs to the later phase.
         step: Number of the first step completed after the loss, counted in the run; None if the ranks record no such
             numbers.
         loaded_step: Step of the checkpoint that was loaded; 0 if there was none, so that training starts over; None if

@@ -19,10 +19,10 @@ HOLD_S: Final = 5.0
 """Seconds for which a traceback is held back; it is shown if the rank is still running by then."""
 
 HOLD_LAST_S: Final = 30.0
-"""Seconds for which a traceback of torch's excepthook is held back: longer, because that process surely ends."""
+"""Seconds for which a traceback of torch's excepthook is held back: longer, because its process surely ends."""
 
 STYLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-TORCH_PREFIX = re.compile(r"^\[rank\d+\]:(?: |$)")  # torch's excepthook puts it before each line
+TORCH_PREFIX = re.compile(r"^\[rank\d+\]:(?: |$)")  # prefix that torch's excepthook puts before each line
 TRACEBACK = re.compile(r"^(  \+ Exception Group )?Traceback \(most recent call last\):$")
 EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?:: (.*))?$")
 CPP_FRAME = re.compile(r"^(?:frame #\d+: |#\d+ .* from .*:\d+$|<omitting python frames>|Exception raised from )")
@@ -50,7 +50,7 @@ _BEGINNING_OR_IGNORED = re.compile(_BEGINNING.pattern + rb"|^Exception ignored "
 _MAX_HELD_BYTES = 1 << 20  # no traceback is longer; longer output that looks like one is forwarded
 
 
-# ---------------------------------------------------------------- finding them
+# ---------------------------------------------------------------- finding tracebacks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _last_syntax_error(lines: Sequence[str]) -> Block | None:
     return None
 
 
-# ---------------------------------------------------------------- showing them
+# ---------------------------------------------------------------- showing tracebacks
 
 
 class Stream(Protocol):

@@ -1,6 +1,6 @@
 """Recognizes the errors of a victim: a rank that failed because a peer had left or never arrived.
 
-Errors of phalanx have an attribute that says so. This module decides about all other errors: by their class, if a rank
+Errors of phalanx have the attribute `is_victim`. This module decides about all other errors: by their class, if a rank
 has left only a traceback, and by their text, if another engine's errors have no class of their own.
 """
 

@@ -2,8 +2,8 @@
 
 The core keeps the blocks (``csrc/process/blocks.h`` has the reasons and numbers): a tensor's block comes from a pool
 and returns to the pool, so that the next step reuses the block's pages. The pool gives unused blocks back to the
-kernel, and gives all blocks back once a memory limit is near. A limit counts as near if the file with the limit or with
-the usage exists but can't be read, both when the launcher decides and while a rank runs. If the OOM killer has killed a
+kernel, and gives all blocks back once a memory limit is near. A limit also counts as near if the file with the limit or
+with the usage exists but can't be read, when the launcher decides or while a rank runs. If the OOM killer has killed a
 process, the launcher's next attempt keeps no blocks.
 """
 

@@ -1,4 +1,4 @@
-"""This host's network interfaces, and the one on the route to another host.
+"""This host's network interfaces, and the interface on the route to another host.
 
 Both come from the kernel: addresses through ``SIOCGIFCONF`` and ``/proc/net/if_inet6``, the route through the source
 address of a connected UDP socket. Nothing is sent except the resolver's queries. The standard library can't list

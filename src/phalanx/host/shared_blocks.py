@@ -199,7 +199,7 @@ class Block:
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Stop holding the block. Mappings in all processes remain; the memory is freed when the last one is gone."""
+        """Stop holding the block. Mappings in all processes remain; the memory is freed with the last mapping."""
         if not self.is_closed:
             self.is_closed = True
             os.close(self._fd)

@@ -51,7 +51,7 @@ def offers(base: Setup, facts: Mapping[str, Any], loading_share: float, memories
         found.append(Offer(name=name, setup=dataclasses.replace(base, fused=True)))
     if facts["trainer"] is not None:
         found += _of_trainer(base, facts, loading_share)
-    elif loading_share > _LEAST_LOADING and not facts["has_stream"]:  # of a stream, each worker would yield all items
+    elif loading_share > _LEAST_LOADING and not facts["has_stream"]:  # each worker would yield all items of a stream
         found.append(_of_workers("DataLoader", base, loading_share))
     for memory in memories:
         if memory != base.memory:

@@ -59,7 +59,7 @@ class Gain:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A line of the table: a setup, and its gain over another one.
+    """A line of the table: a setup, and its gain over another setup.
 
     Attributes:
         name: The change, as the user would write it.

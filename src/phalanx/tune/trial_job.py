@@ -81,7 +81,7 @@ class TrialJob:
 
     @property
     def multiprocess(self) -> str:
-        """Reason why the job can't be measured: its ranks train in several processes; "" if it can be measured."""
+        """Reason why the job can't be measured, if its ranks train in several processes; otherwise ""."""
         try:
             with open(rank_trial.multiprocess_file(self.room)) as file:
                 return file.read()

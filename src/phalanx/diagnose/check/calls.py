@@ -1,4 +1,4 @@
-"""The calls of ranks, taken from their black boxes: the first in which they differ, and which ranks wait for which.
+"""The calls of ranks, from their black boxes: the first call in which ranks differ, and which ranks wait for which.
 
 Sizes are compared for operations in which all ranks must pass equally many elements. dtype and root need no comparison
 here: the core itself refuses calls that differ in these.
@@ -90,7 +90,7 @@ class Record:
         return {call.seq: call for call in own if call.group == group and not call.is_message}
 
     def waiting(self) -> dict[int, Call]:
-        """Return the call in which each waiting rank waits."""
+        """Return the call in which each waiting rank waits, by rank."""
         found = {}
         for rank, calls in self.calls.items():
             if still := [call for call in calls if call.is_open]:
@@ -127,7 +127,7 @@ def first_difference(record: Record, finished: Collection[int] = ()) -> Differen
     found: list[tuple[int, Difference]] = []
     for group, members in record.members.items():
         made = {rank: record.collectives(rank, group) for rank in members}
-        # A full box drops its oldest calls, and each box drops different ones. So begin where all ranks have calls.
+        # A full box drops its oldest calls, and not all boxes drop the same numbers. So begin where each box has calls.
         first = 0 if record.is_whole else max(min(calls, default=0) for calls in made.values())
         for seq in sorted({seq for calls in made.values() for seq in calls if seq >= first}):
             by_key: dict[tuple[str, int] | None, list[int]] = {}

@@ -39,7 +39,7 @@ class Result:
         kind: ``same``, ``differ``, ``deadlock``, ``stalled``, ``failed`` or ``unknown``.
         code: Exit code of ``phalanx check``.
         words: The result in one line.
-        evidence: Lines that prove it.
+        evidence: Lines that prove the result.
     """
 
     kind: str

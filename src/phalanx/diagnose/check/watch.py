@@ -117,7 +117,7 @@ class Watch:
         """Whether nothing progresses while ranks wait: either all ranks wait, or the other ranks do not compute."""
         now = time.monotonic()
         waits = record.waiting()
-        # Notes are left out: a rank writes one about a long wait, which is no progress.
+        # Notes are left out: a rank writes a note about a long wait, and waiting is no progress.
         newest = [max((event.number for event in box.events if event.kind != "note"), default=0) for box in boxes]
         state = sum(newest) + len(waits) / 10_000
         if state != self._progress[0] or not waits:

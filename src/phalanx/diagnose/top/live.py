@@ -44,7 +44,7 @@ def watch_live(watch: Watch, console: Console, interval_s: float, is_one_job: bo
 
 
 def _show(live: Live, console: Console, jobs: Sequence[JobView], first: int) -> int:
-    """Show the lines that fit, starting at `first` if not all do; return the first line shown."""
+    """Show the lines that fit, starting at `first` if not all lines fit; return the first line shown."""
     with contextlib.suppress(OSError):  # without a terminal, keep the size that was asked for
         # The terminal is asked, because COLUMNS and LINES may be out of date.
         size = os.get_terminal_size(console.file.fileno())

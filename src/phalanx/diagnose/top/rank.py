@@ -88,7 +88,7 @@ class Seldom:
 
 
 class WatchedRank:
-    """One rank, and what was seen at the last look: rates are differences between two looks.
+    """One rank, with what the last look saw, because rates are differences between two looks.
 
     Args:
         rank: Rank to watch.

@@ -95,7 +95,7 @@ class _Rank:
         self.tracks = list(self._place())
 
     def _place(self) -> Iterator[int]:
-        """Yield the track of each event: its thread's track, or another one for slices that overlap without nesting."""
+        """Yield the track of each event: its thread's track, or another track if slices overlap without nesting."""
         numbers = itertools.count(_FIRST_LANE)
         lanes: dict[int, list[tuple[int, list[int]]]] = defaultdict(
             list
@@ -164,7 +164,7 @@ class _Call(NamedTuple):
 
 
 def _flows(ranks: Sequence[_Rank], begin_ns: int, end_ns: int) -> Iterator[tuple[_TraceEvent, _TraceEvent]]:
-    """Yield start and end of each arrow, from the last rank that reached a collective to one that waited for it."""
+    """Yield start and end of each arrow: from the last rank that reached a collective to a rank that waited for it."""
     calls: dict[tuple[str, int, str, int], list[_Call]] = defaultdict(list)
     for rank in ranks:
         for event, track in zip(rank.events, rank.tracks, strict=True):

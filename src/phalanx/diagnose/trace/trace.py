@@ -160,10 +160,10 @@ def _saved(folders: Sequence[Path], seconds: float | None) -> tuple[list[Box], d
 
 
 def _readable(attempt: Path) -> Sequence[Box]:
-    """Return the boxes of an attempt; unusable ones are reported and left out.
+    """Return the boxes of an attempt; unusable boxes are reported and left out.
 
     Raises:
-        ValueError: None can be used.
+        ValueError: There are boxes, and none can be used.
     """
     loaded = load_boxes(attempt)
     problems = [*loaded.problems.values()]

@@ -37,7 +37,7 @@ _DISTRIBUTED = re.compile(r"torch/(?:distributed/|nn/parallel/distributed\.py)")
 _DEBUGGERS = {"pdb.py", "bdb.py", "pudb.py"}
 _LOADERS = re.compile(r"torch/utils/data/dataloader\.py|phalanx/data/")
 _SLEEPING = "SDI"
-_SOON_S = 1.0  # a sleep that began within this time after the last operation has lasted since then
+_SOON_S = 1.0  # a sleep that began this soon after the last operation was not interrupted since then
 _JOINS = {"join": ("threading.py",), "result": ("_base.py",), "wait": ("_base.py",)}
 
 _READING = ("", "read", "select", "pselect6", "poll", "ppoll")
@@ -73,7 +73,7 @@ class Call:
         return self.op in ("send", "recv", "isend", "irecv")
 
     def is_same(self, other: Call) -> bool:
-        """Whether both may belong to one collective: by their numbers if these are known, else by name and line."""
+        """Whether both may be the same operation: by their numbers if these are known, else by name, line and peer."""
         if self.seq and other.seq:
             return (self.group, self.seq) == (other.group, other.seq)
         return (self.op, self.site, self.peer) == (other.op, other.site, other.peer)
@@ -202,7 +202,7 @@ def activity_of(rank: int, look: Look, helpers: Sequence[Look] = ()) -> Activity
 
 
 def _may_be_longer(still_s: float | None, last: Call | None) -> bool:
-    """Whether a thread may have been waiting here since before its present sleep began.
+    """Whether a thread may have waited here for longer than its present sleep.
 
     A signal or a halt begins a new sleep, so the sleep is only a lower bound, unless the thread's last operation ended
     just before it.
@@ -364,7 +364,7 @@ def _source(frame: Frame, pid: int) -> str:
 
 
 def _halted(doing: Activity, look: Look) -> Activity | None:
-    """Return the activity of a process that the kernel does not run; None if it may run."""
+    """Return the activity of a process that the kernel does not run; None if the kernel can run it."""
     stand = look.stand
     if look.has_ended:
         return dataclasses.replace(doing, how="ended", since_s=None)

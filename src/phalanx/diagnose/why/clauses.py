@@ -83,7 +83,7 @@ def clause(doing: Activity, *, is_culprit: bool = False) -> str:
 
 
 def _after(doing: Activity) -> str:
-    """Return the time since a rank's last operation or step, if it computes or may have slept for longer."""
+    """Return the time since a rank's last operation or step, if the rank computes or its sleep may be longer."""
     after_s = doing.last.since_s if doing.last is not None else None
     what = "recorded operation"
     if after_s is not None and doing.stepped_s is not None and doing.stepped_s < after_s:  # as in solo training

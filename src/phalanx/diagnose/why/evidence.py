@@ -112,7 +112,7 @@ def gather(job: Job, others: Callable[[], Elsewhere] = Elsewhere) -> Evidence:
 
 
 def with_native(evidence: Evidence, ranks: Sequence[int], timeout_s: float) -> Evidence:
-    """Return the evidence with native frames of these ranks, if they need them and can be halted."""
+    """Return the evidence, with native frames of those of the `ranks` that need such frames and can be halted."""
     pids = [
         one.doing.pid
         for one in evidence.seen

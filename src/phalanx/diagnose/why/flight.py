@@ -3,8 +3,8 @@
 If the job was told to open a pipe (``TORCH_NCCL_DEBUG_INFO_PIPE_FILE``), a thread of NCCL's process group writes the
 record to a file whenever it reads something from the pipe, even if the rank hangs. The thread checks the pipe once a
 second, so the answer takes up to 1.3 s; stacks are read meanwhile. The file is a pickle of plain values, and is
-unpickled without classes. Its entries are turned into a box, with numbers, groups and lines, so that other modules need
-not know the source. Operations in flight are assumed to end in the order in which they began, as they do in one stream.
+unpickled without classes. Its entries are turned into a box, with numbers, groups and lines, so that other modules use
+them like phalanx's own. Operations in flight are assumed to end in the order in which they began, as in one stream.
 
 Tested with torch's own entries of Gloo and an imitated pipe, not with NCCL itself.
 """

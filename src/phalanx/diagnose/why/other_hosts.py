@@ -58,7 +58,7 @@ class HostEvidence:
 
 
 class OtherHosts:
-    """A question to the other hosts of a job, passed on by its launcher."""
+    """A question to the other hosts of a job, passed on by the job's launcher."""
 
     def __init__(self, job: Job) -> None:
         self._deadline = time.monotonic() + _TIME_S
@@ -101,7 +101,7 @@ class OtherHosts:
 
 
 def main() -> None:
-    """Print this host's evidence about the job of a process, for a launcher that passes it on."""
+    """Print this host's evidence about the job of the process on the command line; a launcher passes the output on."""
     evidence = gather(find_job(sys.argv[1]))
     evidence = with_native(evidence, conclude(evidence).culprits, _NATIVE_S)
     ranks = [

@@ -42,8 +42,8 @@ def evidence_of(run: Run) -> Evidence:
     """Return the evidence about a run: about the last of its attempts that left a record.
 
     On several hosts, each launcher has its own folder for the job, and a launcher that is killed saves nothing in it.
-    So if `run` was chosen only because it is the newest, and has left no record, the evidence is taken from another
-    folder beside it, if a run there was active at the same time.
+    So if `run` was chosen only as the newest and has left no record, the evidence is taken from a folder beside it, if
+    the run of that folder was active at the same time.
 
     Raises:
         LookupError: The folder holds no run, or no rank was started.

@@ -179,7 +179,7 @@ def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
 
 
 def _passed_over(one: RankSeen) -> Collection[str]:
-    """Return the owners of innermost frames to leave out, because they say no more than the line above them."""
+    """Return the owners whose innermost frames are left out, because the line above the frames says as much."""
     if one.doing.how == "breakpoint":
         return {frame.owner for thread in one.look.stacks.threads for frame in thread.frames if frame.owner}
     return _PASSED_OVER if one.doing.call is not None else ()

@@ -64,7 +64,7 @@ def _missing(finding: Finding, call: Call, activities: Sequence[Activity]) -> st
         done = "left"
     elif call.op in NAMES:
         done = "reached"
-    else:  # not "called": a rank that ended may have called it, and its worker thread may not have begun it
+    else:  # not "called": a rank that has ended may have called it before its worker thread began it
         done = "begun" if finding.is_over else "called"
     return f"{done} {call_text(call)}"
 
@@ -236,7 +236,7 @@ def thread_lines(
     """Yield the threads of a process that are in the user's code, each with at most `most_frames` of its frames.
 
     Args:
-        without: Owners whose frames are only counted, not shown, if they are the innermost.
+        without: Owners whose frames are counted instead of shown where they are a thread's innermost frames.
     """
     for thread in threads:
         if thread.number != pid:

@@ -19,7 +19,7 @@ def is_worker(stacks: Stacks) -> bool:
 
 
 def own_part(stacks: Stacks) -> Stacks:
-    """Return a worker's stacks without the frames below its loop, which are those of the rank that was forked there."""
+    """Return a worker's stacks without the frames below its loop, which the rank had when it forked the worker."""
 
     def cut(thread: Thread) -> Thread:
         loop = _loop_of(thread)

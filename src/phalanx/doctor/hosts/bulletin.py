@@ -79,7 +79,7 @@ def open_bulletin(port: int, num_hosts: int) -> Bulletin:
 
 
 def come_to_bulletin(host: str, port: int, ends_s: float, send: Send) -> tuple[Bulletin, int]:
-    """Return the bulletin of host 0, and the number of hosts that it expects.
+    """Return the bulletin of host 0, and the number of hosts that host 0 expects.
 
     Raises:
         NotMetError: Host 0 was not reached by `ends_s`, or another program answers at its address.

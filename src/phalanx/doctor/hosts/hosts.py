@@ -110,7 +110,7 @@ class HostExamination:
         return []
 
     def _introduce(self, expected: int) -> None:
-        """Publish this host's facts to the other hosts, unless another host already has this rank."""
+        """Publish this host's facts to the other hosts; raise NotMetError if its flags do not fit the other hosts'."""
         role, bulletin, name = self._role, self._bulletin, self._go["facts"]["name"]
         if role["is_counted"]:
             self.rank = 0 if role["serves"] else bulletin.add("counted")
@@ -138,7 +138,7 @@ class HostExamination:
     # ------------------------------------------------------------ host 0
 
     def _lead(self) -> list[Finding]:
-        """Return the findings of the other hosts, and the findings about several hosts."""
+        """Lead the meeting; return the findings of the other hosts, and the findings about several hosts."""
         bulletin, known = self._bulletin, self._gather()
         members = sorted(known)
         self.hosts = [{key: known[rank][key] for key in known[rank] if key != "findings"} for rank in members]

@@ -104,7 +104,7 @@ def connect(address: str, port: int, token: str) -> socket.socket:
 
 
 def measure_trip(connection: socket.socket) -> Trip:
-    """Send small messages back and forth, one at a time."""
+    """Send small messages back and forth, one at a time; return their median time, and how the clocks differ."""
     connection.sendall(_PING)
     trips, best = [], (float("inf"), 0.0)
     for _ in range(_NUM_TRIPS):

@@ -2,7 +2,7 @@
 
 The first paragraph of a section says in one line what happened. Its ``text`` blocks hold the messages as they are
 printed, separated by blank lines; ``<words>`` in angle brackets stand for parts that vary, and a line that begins with
-four spaces continues the one before.
+four spaces continues the line before it.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def _find(text: str) -> tuple[str, list[str]]:
-    """Return the entry that is meant, and others that may be meant.
+    """Return the name of the entry that the text means, and the names of other entries that it could mean.
 
     Raises:
         UsageError: No entry fits.
