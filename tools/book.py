@@ -145,7 +145,7 @@ class Page:
 
     @property
     def num_words(self) -> int:
-        """Words of prose."""
+        """Number of words of the prose."""
         return sum(len(sentence.split()) for sentence in self.sentences)
 
     @property

@@ -82,7 +82,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def _three_digits(value: float) -> str:
-    """Return three significant digits without an exponent."""
+    """Return a number with three significant digits, without an exponent."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"

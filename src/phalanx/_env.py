@@ -63,7 +63,7 @@ EPOCH_VARIABLE = "PHALANX_EPOCH"
 REPLACE_VARIABLE = "PHALANX_REPLACE"
 """Backend that phalanx replaces, see `_torch.replace`: ``gloo``, or empty for none."""
 VERIFY_VARIABLE = "PHALANX_VERIFY"
-"""Asks groups of phalanx to repeat operations on Gloo, see `backend.verify`: ``gloo`` or ``gloo:K``; empty if not."""
+"""Asks phalanx groups to repeat operations on Gloo, see `backend.verify`: ``gloo``, ``gloo:K``, or empty for none."""
 MISTAKEN_FOR_REPLACE = "PHALANX_REPLACE_GLOO"
 """Name easily mistaken for the variable of ``--replace-gloo``, which is PHALANX_REPLACE."""
 OBEYED_BY_RANKS = (REPLACE_VARIABLE, MISTAKEN_FOR_REPLACE)

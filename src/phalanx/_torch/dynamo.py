@@ -131,7 +131,7 @@ class _StandIn(ModuleType):
 
 
 class _Filling:
-    """The ``__getattr__`` of a package to which the import of torch's own module adds modules."""
+    """The ``__getattr__`` of a package some of whose modules are imported only by torch._dynamo."""
 
     def __init__(self, finder: _Finder, package: str) -> None:
         self._finder, self._package = finder, package

@@ -53,7 +53,7 @@ class Frame:
 
     @property
     def name(self) -> str:
-        """Name of the function alone."""
+        """Name of the function, without its class and the like."""
         return self.function.rpartition(".")[2]
 
     @property
@@ -174,7 +174,7 @@ def _frame(facts: dict[str, Any], folder: str) -> Frame:
     return Frame(facts["name"], shown, facts["line"], owner)
 
 
-# ---- why not -------------------------------------------------------------------------------------------------------
+# ---- why stacks can't be read --------------------------------------------------------------------------------------
 
 _NO_PY_SPY = "py-spy is not installed: pip install py-spy, or phalanx-torch[diagnose]"
 

@@ -31,8 +31,8 @@ from phalanx._text import message_of
 from phalanx.wire.files import read_json, write_whole
 from phalanx.wire.messages import cropped, read_value, require
 
-_MAX_LINES = 400  # most lines of a traceback
-_MAX_LINE, _MAX_MESSAGE = 500, 20_000  # most characters
+_MAX_LINES = 400  # number of lines that are kept of a traceback
+_MAX_LINE, _MAX_MESSAGE = 500, 20_000  # number of characters that are kept of a line, and of a message
 _KIND = re.compile(r"[A-Za-z_][\w.<>]{0,199}")
 _SITE = re.compile(r'^\s*(?:\| )?File "(.+)", line (\d+)')
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/]+?)(?:\.py)?(?:/|$)")
@@ -191,7 +191,7 @@ def forget_rank() -> None:
 
 def tell(error: BaseException) -> None:
     """Write the facts about an exception for the launcher, as if the exception had ended this process."""
-    with contextlib.suppress(Exception):  # as in the hook
+    with contextlib.suppress(Exception):  # for the same reasons as in the hook of `tell_when_ended`
         _tell(error)
 
 

@@ -98,7 +98,7 @@ def sign_of(loss: Loss) -> str:
 
 
 def place_of(loss: Loss, number: str = "") -> str:
-    """Return a phrase for where the job resumed; `number` is the format of the step."""
+    """Return a phrase for where the job resumed; `number` is the format specification for the step's number."""
     if loss.step is not None:
         return f"at step {loss.step:{number}}"
     if loss.loaded_step is None:

@@ -183,7 +183,7 @@ class Search:
         self.plain = Setup(ranks=1, threads=limits.threads or limits.machine.num_cores, memory="default")
 
     def run(self) -> None:
-        """Search.
+        """Find the best setup, and write the table's lines.
 
         Raises:
             Failed: The script can't be measured with any number of ranks.

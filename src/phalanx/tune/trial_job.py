@@ -89,7 +89,7 @@ class TrialJob:
             return ""
 
     def who_told(self, serial: int) -> list[int]:
-        """Return the ranks that have answered for a turn."""
+        """Return the ranks that have reported on turn `serial`."""
         return [r for r in range(self._num_ranks) if os.path.exists(rank_trial.told_file(self.room, serial, r))]
 
     def told(self, serial: int) -> list[Any]:

@@ -119,7 +119,7 @@ def _check(words: Sequence[str], target: Sequence[str], num_ranks: int, settings
             watch.close()
         printed = [
             line for line in watch.printed.rstrip().splitlines() if folder not in line
-        ]  # lines with the folder are left out: it is deleted at the end
+        ]  # without lines that name the folder, which is deleted at the end
     result = result_of(record, end, num_ranks, settings["steps"])
     if settings["json"]:
         print(json.dumps(as_json(record, result, end), indent=1))

@@ -97,7 +97,7 @@ def _stalled(record: Record, answer: str) -> Result:
 
 
 def sequences(record: Record) -> list[str]:
-    """Return the calls in order, as lines: equal ranks share a block, and repeated calls share a line."""
+    """Return the calls in order, as lines: ranks with the same calls share a block, and repeated calls share a line."""
     by_calls: dict[tuple[str, ...], list[int]] = {}
     for rank in sorted(record.calls):
         by_calls.setdefault(tuple(map(str, record.calls[rank])), []).append(rank)
@@ -114,7 +114,7 @@ def sequences(record: Record) -> list[str]:
 
 
 def as_json(record: Record, result: Result, end: Stop) -> dict[str, Any]:
-    """Return the result and all calls, for programs."""
+    """Return the result and all calls as an object for JSON."""
     calls = {rank: [_plain(call) for call in calls] for rank, calls in sorted(record.calls.items())}
     return {
         "result": result.kind, "words": result.words, "evidence": [*result.evidence], "ended": end.why,
