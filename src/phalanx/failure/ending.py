@@ -4,11 +4,11 @@ Every launcher describes the end of a rank with an `Ending`. The report, the not
 and the messages between nodes all contain endings, so a death has the same facts and the same words everywhere. Other
 processes get the copy that `Ending.for_others` makes, with a short traceback.
 
-`find_culprit` picks the ending that caused the others. The first rank that is seen to fail is often only a victim: when
-a rank dies, its sockets close at once, and a peer that fails because of that may be seen to end first. So victims come
-last, signals before exit codes, and then earlier ends before later ones: one order for ``phalanx run``, `phalanx.spawn`
-and `run_ranks`. If only victims have failed, the launcher waits up to 3 s for the other ranks to end or to report a
-cause before it ends them.
+`find_culprit` picks the ending that caused the other endings. The first rank that is seen to fail is often only a
+victim: when a rank dies, its sockets close at once, and a peer that fails because of that may be seen to end first. So
+victims come last, signals before exit codes, and then earlier ends before later ends: one order for ``phalanx run``,
+`phalanx.spawn` and `run_ranks`. If only victims have failed, the launcher waits up to 3 s for the other ranks to end or
+to report a cause before it ends them.
 """
 
 from __future__ import annotations
@@ -236,10 +236,10 @@ RankError.__module__ = "phalanx"  # where users import it from
 
 
 def find_culprit(outcomes: Iterable[Ending]) -> Ending | None:
-    """Return the ending that caused the others; None if no rank failed.
+    """Return the ending that caused the other endings; None if no rank failed.
 
     Hangs and victims come last. Signals come before exit codes, and a rank whose failure ended a group comes before the
-    ranks that this failure was reported to. If all that is equal, earlier ends come before later ones.
+    ranks that this failure was reported to. If all that is equal, earlier ends come before later ends.
     """
     return min((outcome for outcome in outcomes if outcome.failed), key=_order, default=None)
 

@@ -26,7 +26,7 @@ _MAX_ROWS = 14  # rows of the culprit's traceback; the interpreter prints the ca
 
 
 def report(culprit: Ending, outcomes: Sequence[Ending], *, hint: str, resume: str = "") -> str:
-    """Return the last words of a job that failed: the cause, then what became of the others, on one screen.
+    """Return the last words of a job that failed: the cause, then what became of the other ranks, on one screen.
 
     Args:
         resume: Words for how to resume the training; empty if there are none.
@@ -89,7 +89,7 @@ def _in_brief(outcome: Ending, culprit: Ending) -> str:
 
 
 def first_true_failure(outcomes: Sequence[Ending], timeout_s: float = 0.0, *, max_rows: int = _MAX_ROWS) -> RankError:
-    """Return the error that names the cause and what became of the others, with one line for all that ended alike.
+    """Return the error that names the cause and the ends of the other ranks, with one line for all that ended alike.
 
     Args:
         outcomes: Outcomes of all ranks, at least one of which has failed.
@@ -111,7 +111,7 @@ def first_true_failure(outcomes: Sequence[Ending], timeout_s: float = 0.0, *, ma
 
 
 def heads(culprit: Ending, outcomes: Sequence[Ending], timeout_s: float) -> list[str]:
-    """Return the lines that say which rank was the cause, and what became of the others."""
+    """Return the lines that say which rank was the cause, and what became of the other ranks."""
     lines = [f"{headline(culprit)} [world_size {len(outcomes)}]"]
     if hung := [outcome.rank for outcome in outcomes if outcome.hung]:
         why = f"limit {timeout_s:g} s passed" if culprit.hung else f"rank {culprit.rank} failed"

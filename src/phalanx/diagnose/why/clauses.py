@@ -111,7 +111,7 @@ def _manner(doing: Activity) -> str:
 
 
 def _asleep(doing: Activity) -> str:
-    if doing.within:  # `within` is printed elsewhere, and tells more than a system call
+    if doing.within:  # `within` is printed elsewhere, and says more than a system call
         return ""
     words = _SYSTEM_CALLS.get(doing.system_call, "")
     return words.format(path=doing.path or "a file") if words else "" if doing.frame else "asleep"

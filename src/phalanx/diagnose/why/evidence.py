@@ -188,7 +188,7 @@ def _name(call: Call | None) -> object:
 
 
 def group_alike(seen: Iterable[RankSeen], first: Sequence[int]) -> list[list[RankSeen]]:
-    """Return ranks grouped by equal stacks of the user's code: groups of `first` come first, and large groups last."""
+    """Return ranks grouped by equal stacks of the user's code: groups with ranks in `first`, then small, then large."""
     groups: dict[object, list[RankSeen]] = {}
     for one in seen:
         doing = one.doing

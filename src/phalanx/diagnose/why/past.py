@@ -113,7 +113,7 @@ class _Saved:
 
 
 def _saved(folder: Path) -> dict[int, _Saved]:
-    """Return the saved box of each rank; an unusable file stands for the rank in its name."""
+    """Return the saved box of each rank; for an unusable file, the problem, under the rank in the file's name."""
     loaded = load_boxes(folder)
     found: dict[int, _Saved] = {}
     for path, problem in loaded.problems.items():
