@@ -1,3 +1,5 @@
+// Chooses the kernels for this processor. The instruction sets that detect() asks for are those with which
+// CMakeLists.txt (add_kernels) compiles reduce_kernels.cpp, once per namespace.
 #include "collectives/reduce.h"
 
 #if defined(PHALANX_X86_VARIANTS)

@@ -7,7 +7,7 @@
 
 namespace phalanx {
 
-/// Codes shared with the Python side. `kCopyOnly` and all higher codes stand for types whose elements are only moved,
+/// Codes shared with src/phalanx/backend/types.py. `kCopyOnly` and all higher codes stand for types whose elements are only moved,
 /// without arithmetic.
 enum class Dtype : std::uint8_t {
   kFloat32 = 0, kFloat64, kFloat16, kBfloat16, kInt8, kInt16, kInt32, kInt64,

@@ -1,3 +1,4 @@
+// Runs the collectives of a group in the order in which they were called: see worker.h for what callers may rely on.
 #include "collectives/worker.h"
 
 #include <pthread.h>

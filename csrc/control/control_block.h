@@ -66,7 +66,9 @@ struct Wait {
   bool announced = false;
   std::vector<Waiter> circle;        // the cycle of waiting ranks that this rank was part of before the group ended
   Recorded recorded;                 // the operation's event in this rank's black box
-  std::function<Awaited()> awaited;  // returns the message that this rank waits for, if it has no other in flight
+  // Returns the message that this rank waits for; no message, if the rank has further messages in flight. Empty for
+  // collectives, for quiet waits and for receives from any source.
+  std::function<Awaited()> awaited;
 };
 
 class ControlBlock {

@@ -1,4 +1,5 @@
-// Waits for peers: sleeps, and regularly checks signals, peers and the clock.
+// Waits for peers: sleeps, and regularly checks signals, peers and the clock. model/memory.pml models await() and its
+// sleep: change both together.
 #include "control/control_block.h"
 
 #include <algorithm>

@@ -116,8 +116,8 @@ class Recorder {
 /// The recorder of this process; null if nothing is recorded. Leaked on purpose: threads may write while the process ends.
 extern std::atomic<Recorder*> g_recorder;
 
-/// The line at which this thread's current call was made, as the number of a text of the recorder; 0 if it is not
-/// known.
+/// The source line at which this thread's current call was made: the number under which Recorder::text() stored it. 0 if
+/// the line is not known.
 inline thread_local std::uint32_t t_site = 0;
 
 /// Sets the source line that this thread's events show, for as long as the object lives.

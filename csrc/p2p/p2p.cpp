@@ -181,7 +181,8 @@ bool PointToPoint::wait_briefly(const std::shared_ptr<Request>& request, Hooks& 
   constexpr auto kTick = 50ms;
   const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
   auto done = [&] { return request->done(); };
-  // The background thread moves the message, because this thread is not counted as a waiter, and rings the bell.
+  // This thread does not count itself in `num_waiters_`, so the background thread moves the message. It also rings the
+  // bell at which this thread sleeps.
   for (auto now = Clock::now(); !done() && now < end; now = Clock::now()) {
     if (!sleep_on(control_.p2p_bell(control_.rank()), std::min<std::chrono::nanoseconds>(end - now, kTick), done)) hooks.tick();
   }

@@ -54,6 +54,9 @@ def seed_process(seed: int) -> None:
 
 
 def derive_seed(seed: int, *path: str | int) -> int:
-    """Return a seed in [0, 2^63), derived from `seed` and `path`; other arguments hardly ever give the same seed."""
+    """Return a seed in [0, 2^63), derived from `seed` and `path`; other arguments hardly ever give the same seed.
+
+    The mapping must not change: a resumed run derives the order of its samples anew.
+    """
     digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,8 +1,9 @@
 """Reports of a failure: the last screen of ``phalanx run``, and the error that `phalanx.spawn` raises.
 
-People read the last 24 rows of 80 columns, so the report fits into these: the cause, the user's frames, the message, a
-line for all ranks that ended alike, the log, the hint. If space runs out, outer frames go first, then the middle of the
-message; its last line often says what to do.
+People read the last 24 rows of 80 columns, so the report fits into that space. From top to bottom it shows the cause,
+the user's frames, the message, one line for all ranks that ended alike, the log and the hint. If space runs out, outer
+frames are dropped first, until the frames take at most half of the rows for frames and message. Then the middle of the
+message is dropped, and not its end, because its last line often says what to do.
 """
 
 from __future__ import annotations

@@ -161,10 +161,10 @@ class Stages:
                     stages.append(stage)
             elif call[1] <= newest.get(call[0], -1):  # some rank's event was overwritten before it was read
                 self._forget()
-            elif all(call[0] in state.groups for state in self._states):  # some ranks have not left this call yet
-                break
-            elif number >= num_extra:  # not all ranks seem to be in this group
-                continue
+            elif all(call[0] in state.groups for state in self._states):
+                break  # every rank is in this group, so the ranks without an event have not left this call yet
+            elif number >= num_extra:
+                continue  # some ranks may not be in this group: keep the call while not too many are kept
             del self._calls[call]
         return stages
 

@@ -156,7 +156,10 @@ def _read_field(name: str, value: Any, shape: Shape) -> Any:
 
 @functools.cache
 def _hints(shape: Any) -> dict[str, Any]:
-    """Return the form of each field of a dataclass, without local fields."""
+    """Return the forms of the fields that are read, by name.
+
+    Left out are fields marked `LOCAL`, and fields that the dataclass's constructor does not take.
+    """
     hints = typing.get_type_hints(shape, include_extras=True)
     return {
         field.name: hints[field.name]

@@ -29,11 +29,11 @@ from phalanx.backend.hosts.failures import Failures
 from phalanx.backend.hosts.rails import Span
 from phalanx.backend.types import DTYPE_NAMES
 
-_HEAD = struct.Struct("<qQQB")  # tag, elements, bytes, dtype
+_HEAD = struct.Struct("<qQQB")  # tag, elements, bytes, dtype; all ranks of a group run one version, see `joining`
 _SLOT_BYTES = 1024
 _INLINE_BYTES = _SLOT_BYTES - _HEAD.size
 _HEADS, _BODIES = 1, 2  # the engine's tags
-_ANY_OR_BEYOND = -2  # tells the core: any rank of this host, or a rank of another host
+_ANY_OR_BEYOND = -2  # kAnyOrBeyond in csrc/p2p/p2p.h: any rank of this host, or a rank of another host
 _FOR_EVER = timedelta(seconds=FOR_EVER_S)
 
 

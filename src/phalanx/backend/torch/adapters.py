@@ -485,7 +485,7 @@ _kept: dict[Operations, PhalanxGroup] = {}
 
 
 _left: list[int] = []
-"""For each group that was shut down, its number of messages and of collectives with data."""
+"""`Operations.num_exchanges` of each group that was shut down: its messages and its collectives with data, together."""
 
 
 def keep(group: PhalanxGroup) -> None:

@@ -85,7 +85,9 @@ class Part:
         got = copied(plain(tensor.detach()).reshape(-1)[first : first + 1])
         index = torch.unravel_index(torch.tensor(first, device="cpu"), tensor.shape)
         shown = _shown(got), _shown(want)
-        if shown[0] == shown[1] or got.dtype != want.dtype:  # NaNs, or a dtype without arithmetic
+        # In hex if both values read alike, as NaNs with different bits do, or if the right value is only known as
+        # bytes, as for a quantized dtype.
+        if shown[0] == shown[1] or got.dtype != want.dtype:
             shown = _hex(got), _hex(want)
         num_elems = sum(t.numel() for t in self.outputs)
         dtype = str(tensor.dtype).removeprefix("torch.")

@@ -22,7 +22,7 @@ from phalanx._text import class_and_message
 from phalanx.backend.calls.collectives import UNSET, Blocking
 from phalanx.backend.types import RedOpType
 
-_KEYS = {"method", "args", "world_size", "call"}  # the keys that every saved call has
+_KEYS = {"method", "args", "world_size", "call"}  # in every call that `proof` and `messages` save
 
 
 def main(words: list[str]) -> int:

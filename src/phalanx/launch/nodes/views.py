@@ -123,7 +123,8 @@ class View:
         attempt: Number of earlier attempts, however they ended.
         restarts: Number of failures so far.
         cause: Cause of the previous attempt's failure; None: that attempt did not fail.
-        bases: Groups of the earlier views that may have been the last to start; each group has to agree to this view.
+        bases: One group of nodes for each earlier view that may have been the last to start. The leader may lead this
+            view only with enough votes in each of these groups.
         places: Addresses and ports of all nodes that have taken part, at which the leader looks for restarted nodes.
         job: Id of the node that proposed the first view of this job.
     """

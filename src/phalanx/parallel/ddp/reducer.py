@@ -35,8 +35,8 @@ class _Pass:
     """A backward pass whose gradients are averaged: expected, or running."""
 
     task: int | None = None  # id that the autograd engine gave the pass; None before it runs
-    node: Any = None  # node of the graph at which the pass reached the model's output
-    armed: bool = False  # whether a forward pass has announced the pass
+    node: Any = None  # autograd node at which this backward pass reached the model's output
+    armed: bool = False  # whether a forward pass has asked that the next backward pass be averaged
     reached: bool = False  # whether a parameter got a gradient
     next: int = 0  # index of the bucket to start next; buckets start in order
     num_arrived: dict[nn.Parameter, int] = dataclasses.field(default_factory=dict)
