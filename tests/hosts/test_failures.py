@@ -30,13 +30,14 @@ from tests.backend.test_uneven_lists import disagree_about_sizes
 from tests.faults._watch import telling, wait_until_asleep
 from tests.faults.test_dead_peers import OPERATIONS as WAITS
 from tests.faults.test_dead_peers import end_while_peers_wait, stay_away
-from tests.faults.test_stalls import OPERATIONS as TIMED
 from tests.faults.test_stalls import (
+    MEET_S,
     come_late_to_a_mismatch,
     exit_at_once_on_a_mismatch,
     wait_for_a_stopped_rank,
     wait_for_rank_one,
 )
+from tests.faults.test_stalls import OPERATIONS as TIMED
 from tests.hosts._layouts import layout_name
 
 NAMED_WITHIN_S = 2.0
@@ -344,7 +345,7 @@ def test_a_stalled_message_on_a_host_is_reported_with_its_host(spawn_ranks, capf
 
 @pytest.mark.parametrize("operation", sorted(set(TIMED) - {"new_group"}))
 def test_every_wait_ends_by_the_timeout_and_names_who_is_missing(spawn_ranks, operation):
-    with spawn_ranks(wait_for_rank_one, 2, operation, hosts=[1, 1], group_timeout_s=0.5) as ranks:
+    with spawn_ranks(wait_for_rank_one, 2, operation, hosts=[1, 1], group_timeout_s=MEET_S) as ranks:
         ((error, took_s),) = ranks.wait_until_reached("raised", ranks=[0])
         ranks.release("peers are done", ranks=[1])
         outcomes = ranks.join(20)

@@ -33,7 +33,7 @@ def test_the_last_loss_says_that_the_restarts_are_used_and_phalanx_why_does_late
     second.kill()
     _, err = first.communicate(timeout=LIMIT_S)
     assert first.returncode == 1
-    used = "1 of 1 restarts are used; raise --max-restarts"
+    used = "no restart is left of the 1 that --max-restarts allows; raise it"
     assert err.endswith(f" was lost: its process has ended; exit code 1\nphalanx run: {used}\n")
     assert "restart 1 of 1\nphalanx run: nodes of the job: 2, before 3: the others go on\n" in err
     [folder] = tmp_path.glob("node0/*")
@@ -57,7 +57,7 @@ def test_ctrl_c_on_one_node_ends_the_job_and_the_other_says_so(nodes, tmp_path, 
     said = f"#{interrupted} (rank {interrupted}) was stopped by Ctrl-C, which ends the job"
     other = 1 - interrupted
     assert re.search(f"phalanx run: node \\S+ {re.escape(said)}; exit code 130\n$", ends[other][2])
-    assert not any(word in err for _, _, err in ends for word in ("restarts are used", "was lost"))
+    assert not any(word in err for _, _, err in ends for word in ("restart is left", "was lost"))
     [folder] = tmp_path.glob(f"node{other}/*")
     why = [sys.executable, "-m", "phalanx", "why", str(folder)]
     assert said in " ".join(subprocess.run(why, capture_output=True, text=True, timeout=LIMIT_S).stdout.split())

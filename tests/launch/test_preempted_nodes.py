@@ -86,5 +86,5 @@ def test_a_spare_ends_with_the_job_that_makes_room_and_is_told_to_start_again(no
     group.started[0].send_signal(signal.SIGTERM)
     (code, out, err) = group.finish()[2]
     assert (code, out) == (75, ""), err
-    assert "the ranks of the job have saved; exit code 75, run the same command again to continue" in err
+    assert "all ranks have ended as asked; exit code 75, run the same command again to continue" in err
     assert [code for code, _, _ in group.finish()] == [75, 75, 75]
