@@ -71,4 +71,5 @@ def test_a_mistake_in_a_command_line_is_broken_between_words_on_a_terminal_alone
         shown = screen.getvalue()
         assert len(shown.splitlines()) == num_lines
         assert " ".join(shown.split()).endswith("right: phalanx fly home")
+        assert "phalanx fly home" in shown.splitlines()[-1]  # pasted, a broken call would be two
         assert num_lines == 2 or max(map(len, shown.splitlines())) <= 80

@@ -71,7 +71,8 @@ def flags(counters: Path) -> str:
 
 def find_clang() -> Path | None:
     """Return a clang that counts in mapped files on Linux, None if there is none."""
-    found = next(filter(None, map(shutil.which, [os.environ.get("CLANG", ""), *_CLANGS])), None)
+    names = [os.environ["CLANG"]] if os.environ.get("CLANG") else _CLANGS
+    found = next(filter(None, map(shutil.which, names)), None)
     return Path(found) if found else None
 
 
@@ -86,7 +87,12 @@ def build() -> Path:
         sys.exit(
             "clang++ is missing: apt-get install clang-19 llvm-19 libclang-rt-19-dev, or set CLANG to one from 18 on"
         )
-    if not _PYTHON.exists():
+    if re.search(r"\s", str(KEPT)):
+        sys.exit(
+            f"the compiler's options can't name a folder with spaces: {str(KEPT)!r}; clone the repository elsewhere"
+        )
+    if not list(KEPT.glob("venv/lib/python*/site-packages/beside.pth")):  # written last
+        shutil.rmtree(KEPT / "venv", ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", KEPT / "venv"], check=True)
         (library,) = (KEPT / "venv" / "lib").glob("python*/site-packages")
         (library / "beside.pth").write_text(sysconfig.get_path("purelib"))

@@ -107,10 +107,13 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, error: UsageError, args: Sequence[str]) -> int:
         """Print the usage, the mistake and, if it is known, the call that the user meant; return the exit code."""
-        said = f"{self.prog}: {error}"
-        if right := self._corrected(args, error):
-            said += f" Right: {right}" if said.endswith("?") else f"; right: {right}"
-        complain(f"usage: {self.usage}\n{printable(said, keep=chr(10))}")
+        said = printable(f"{self.prog}: {error}", keep="\n")
+        right = self._corrected(args, error)
+        if right.isprintable() and right:  # otherwise, what is shown would name another file
+            said += " Right:" if said.endswith("?") else "; right:"
+        else:
+            right = ""
+        complain(f"usage: {self.usage}\n{said}", right)
         return 2
 
     def _corrected(self, args: Sequence[str], error: UsageError) -> str:

@@ -159,10 +159,20 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def complain(words: str) -> None:
-    """Print a message to standard error, broken between words on a terminal; if writing fails, drop the message."""
+def complain(words: str, call: str = "") -> None:
+    """Print a message to standard error, broken between words on a terminal; if writing fails, drop the message.
+
+    Args:
+        words: Message.
+        call: Command line to print after the message. It is never broken, so that it can be pasted: if it does not fit
+            behind the message, it gets a line of its own.
+    """
     try:
-        print("\n".join(broken(words.splitlines(), sys.stderr)), file=sys.stderr)
+        lines = broken(words.splitlines(), sys.stderr)
+        if call:
+            both = f"{lines[-1]} {call}"
+            lines[-1:] = [both] if broken([both], sys.stderr) == [both] else [lines[-1], call]
+        print("\n".join(lines), file=sys.stderr)
     except BrokenPipeError:
         raise  # `exit_code_of` handles a closed pipe
     except OSError:

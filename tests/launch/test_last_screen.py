@@ -191,6 +191,10 @@ def test_a_flag_of_ours_behind_the_script_is_put_before_it(tmp_path):
             f"--max_restarts is a flag of phalanx run, and stands before the script: phalanx run {given} "
             f"--max_restarts=3 --nproc-per-node 2 {target[-1]} --lr 3"
         )
+    typed = shlex.join(["phalanx", "run", "--no-pin", "--no-python", "python", "train.py", *args])
+    assert hint_for_flags(said, ["python", "train.py", *args], typed).endswith(
+        ": phalanx run --no-pin --max_restarts=3 --nproc-per-node 2 --no-python python train.py --lr 3"
+    )
     assert hint_for_flags(said, ["python", "train.py", "--verbosity"], "phalanx run train.py --verbosity") == ""
     (tmp_path / "train.py").write_text("import argparse; argparse.ArgumentParser().parse_args()")
     command = [*PHALANX_RUN, "--nproc-per-node", "1", "train.py", "--max-restarts", "3"]

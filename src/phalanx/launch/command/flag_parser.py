@@ -173,7 +173,8 @@ def hint_for_flags(refusal: str, command: Sequence[str], typed: str) -> str:
         return ""
     before = shlex.split(typed)[: target - 1 - len(command)]
     before = before[:-1] if before[-1] == "--" else before
-    right = shlex.join([*before, *ours, command[target - 1], *its])
+    program = next((at for at, word in enumerate(before) if word.replace("_", "-") == "--no-python"), len(before))
+    right = shlex.join([*before[:program], *ours, *before[program:], command[target - 1], *its])
     return f"{names[0]} is a flag of phalanx run, and stands before the script: {right}"
 
 

@@ -32,7 +32,7 @@ def command_of(target: Sequence[str], *, module: str, no_python: bool) -> tuple[
     if module:
         package = target[0].split(".")[0]
         if target[0].endswith(".py") or os.sep in target[0]:
-            raise UsageError(f"-m takes a module, got the file {target[0]!r}", module, ())
+            raise UsageError(f"-m takes a module, got the file {target[0]!r}", module if module.startswith("-") else "")
         if not has_module(package, os.getcwd()):
             raise UsageError(f"no module named {package!r}")
         return (sys.executable, "-m", *target)
