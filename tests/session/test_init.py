@@ -20,7 +20,6 @@ import torch.distributed as dist
 import phalanx
 from phalanx.host.schedulers import Placement
 from phalanx.session import session as session_module
-from tests.forked import TORCHRUN
 from tests.ports import free_port
 
 LIMIT_S = 60
@@ -100,7 +99,7 @@ def check_two_ranks(said, scheduler):
 def test_it_is_placed_by_phalanx_run_and_by_torchrun(forked, script):
     ours = run([sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", script], PHALANX_WARM="1")
     check_two_ranks(said_by(ours.stdout), "the environment")
-    torchruns = forked.run(*TORCHRUN, "--nproc-per-node", "2", script, env=clean())
+    torchruns = forked.run("-m", "torch.distributed.run", "--nproc-per-node", "2", script, env=clean())
     check_two_ranks(said_by(torchruns.stdout), "the environment")
 
 
