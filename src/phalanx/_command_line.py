@@ -108,23 +108,21 @@ class Parser(argparse.ArgumentParser):
     def refuse(self, error: UsageError, args: Sequence[str]) -> int:
         """Print the usage, the mistake and, if it is known, the call that the user meant; return the exit code."""
         said = printable(f"{self.prog}: {error}", keep="\n")
-        right = self._corrected(args, error)
-        if right.isprintable() and right:  # otherwise, what is shown would name another file
+        if right := self._corrected(args, error):
             said += " Right:" if said.endswith("?") else "; right:"
-        else:
-            right = ""
         complain(f"usage: {self.usage}\n{said}", right)
         return 2
 
     def _corrected(self, args: Sequence[str], error: UsageError) -> str:
-        """Return the user's own call with the wrong word replaced; empty if it is not certain which word that is."""
+        """Return the user's own call with the wrong word replaced; empty if that is uncertain or unprintable."""
         found = [at for at, word in enumerate(args) if error.word and error.word in (word, word.partition("=")[0])]
         if len(found) != 1:  # the word is also another flag's value or the script's argument, or it is in a variable
             return ""
         at = found[0]
         rest = args[at].removeprefix(error.word)  # the value of a flag: =2
         meant = [f"{word}{rest}" for word in error.meant]
-        return shlex.join([*self.prog.split(), *args[:at], *meant, *args[at + 1 :]])
+        right = shlex.join([*self.prog.split(), *args[:at], *meant, *args[at + 1 :]])
+        return right if right.isprintable() else ""  # shown in an escaped form, it would name another file
 
     def _print_message(self, message: str, file: Any = None) -> None:
         print(message, end="", file=file)  # argparse's own method ignores errors, so a closed pipe would go unnoticed
