@@ -461,6 +461,40 @@ def test_an_end_in_the_middle_leaves_no_process(tmp_path, room, kind):
     end_in_the_middle(tmp_path, room, kind, "--nproc-per-node", "2")
 
 
+SIGNAL_UNDER_LOCK = """
+    import os, signal, sys
+    from phalanx.tune.trial_job import TrialJob, end_on_signals
+
+    class Lock:
+        def __init__(self, lock):
+            self.lock, self.release = lock, lock.release
+        def acquire(self, *words):
+            taken = self.lock.acquire(*words)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return taken
+        def __enter__(self):
+            self.lock.acquire()
+        def __exit__(self, *_):
+            self.release()
+
+    end_on_signals()
+    job = TrialJob(["train.py"], sys.argv[1], 1, {})
+    try:
+        job._process._waitpid_lock = Lock(job._process._waitpid_lock)
+        while True:
+            job.told(0)
+    finally:
+        job.end()
+"""
+
+
+def test_a_signal_that_comes_as_a_job_is_looked_at_ends_the_search(tmp_path):
+    """An exception of a handler, right there, would leave a lock of `subprocess` taken for good."""
+    (tmp_path / "train.py").write_text("import time; time.sleep(1000)")
+    words = [sys.executable, "-c", textwrap.dedent(SIGNAL_UNDER_LOCK), str(tmp_path / "room")]
+    assert subprocess.run(words, cwd=tmp_path, timeout=LIMIT_S).returncode == 128 + signal.SIGTERM
+
+
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_an_end_before_the_first_step_leaves_no_process(tmp_path, room, kind):
     (tmp_path / "train.py").write_text(f"import time; open(r'{tmp_path}/begun', 'a').close(); time.sleep(1000)")

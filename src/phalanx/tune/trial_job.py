@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,20 @@ from phalanx.launch import rank_trial
 from phalanx.launch.processes.descendants import die_with_parent
 from phalanx.wire.files import read_json
 
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_received: list[int] = []
 _TAIL_BYTES = 64 << 10  # only the end is read: some scripts print hundreds of megabytes
+
+
+def end_on_signals() -> None:
+    """Let SIGINT, SIGTERM and SIGHUP end this command at the next look at a job, `TrialJob.who_told`.
+
+    A handler that raised an exception could do so inside `subprocess`, after the lock of a `Popen` is taken and before
+    the ``try`` that releases it. The job could then never be waited for.
+    """
+    for sig in _END_SIGNALS:
+        if signal.getsignal(sig) != signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
+            signal.signal(sig, lambda got, _: _received.append(got))
 
 
 class Ended(Exception):
@@ -89,7 +103,14 @@ class TrialJob:
             return ""
 
     def who_told(self, serial: int) -> list[int]:
-        """Return the ranks that have reported on turn `serial`."""
+        """Return the ranks that have reported on turn `serial`.
+
+        Raises:
+            SystemExit: A signal has asked this command to end, see `end_on_signals`. As the exception propagates,
+                context managers end the jobs and remove their folders.
+        """
+        if _received:
+            raise SystemExit(128 + _received[0])
         return [r for r in range(self._num_ranks) if os.path.exists(rank_trial.told_file(self.room, serial, r))]
 
     def told(self, serial: int) -> list[Any]:

@@ -7,12 +7,11 @@ import math
 import os
 import re
 import shlex
-import signal
 import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TextIO
+from typing import TextIO
 
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
@@ -29,6 +28,7 @@ from phalanx.launch.job import Job
 from phalanx.tune.offers import advice
 from phalanx.tune.search import Limits, Search, Step, default_ranks
 from phalanx.tune.trial_folder import PREFIX, folder_of_jobs
+from phalanx.tune.trial_job import end_on_signals
 from phalanx.tune.trials import Failed, Setup, Trials
 
 _OWN_PROCESSES = re.compile(
@@ -36,7 +36,6 @@ _OWN_PROCESSES = re.compile(
 )
 _SEARCHED = ("--nproc-per-node", "--memory", "--shutdown-timeout")
 _TAIL_LINES, _WIDTH = 20, 80
-_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHARE_OF_SEARCH = 0.9  # fraction of the time for the search; the rest is for the last round and for ending all jobs
 _seconds = number(float, 5, "seconds from 5 to 86400", most=86400)
 OWN_FLAGS = (
@@ -104,9 +103,7 @@ def _check_json(path: str) -> None:
 
 
 def _search(words: Sequence[str], target: Sequence[str], job: Job, limits: Limits, json_file: str) -> int:
-    for end in _ENDS:
-        if signal.getsignal(end) != signal.SIG_IGN:  # so that under nohup SIGHUP stays ignored
-            signal.signal(end, _leave)
+    end_on_signals()
     began_s = time.monotonic()
     script = shlex.join(target)
     if behind := [word for word in split_off_flags(target[1:], OWN_FLAGS)[0] if word.startswith("--")]:
@@ -145,12 +142,6 @@ def _remember(search: Search, job: Job) -> str:
         why = f"{file!r} can't be written ({error.strerror})"
         return f"phalanx run can't use that automatically: {why}; type the best command"
     return f"phalanx run uses that for --nproc-per-node auto ({file})"
-
-
-def _leave(number: int, _: Any) -> NoReturn:
-    for end in _ENDS:
-        signal.signal(end, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
-    raise SystemExit(128 + number)  # as it propagates, the open contexts end the jobs and remove the folders
 
 
 def _say(text: str) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
@@ -22,8 +21,8 @@ from phalanx.launch.command.flag_values import number
 from phalanx.launch.command.flags import Flag
 from phalanx.launch.command.plan import count_local_ranks, make_plan, read_command
 from phalanx.tune.trial_folder import folder_of_jobs
+from phalanx.tune.trial_job import end_on_signals
 
-_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TAIL_LINES = 20
 _CHANGED = ("--nproc-per-node", "--log-dir", "--shutdown-timeout", "--max-restarts")
 _count = number(int, 1, "a whole number of at least 1")
@@ -82,9 +81,7 @@ def main(args: Sequence[str]) -> int:
         from phalanx.diagnose.check.resume import check_resume  # imports torch
 
         return check_resume(words)
-    for end in _ENDS:
-        if signal.getsignal(end) != signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
-            signal.signal(end, _leave)
+    end_on_signals()
     try:
         return _check(words, target, num_ranks, {name: setting.value for name, setting in settings.items()})
     except BrokenPipeError:
@@ -148,9 +145,3 @@ def _tell(result: Result, printed: Sequence[str], of_what: str) -> None:
     print(f"phalanx check: {result.words} ({of_what})")
     for line in result.evidence:
         print(f"  {line}")
-
-
-def _leave(number: int, _: Any) -> NoReturn:
-    for end in _ENDS:
-        signal.signal(end, signal.SIG_IGN)  # a second signal would interrupt the cleanup
-    raise SystemExit(128 + number)  # as it propagates, context managers end the job and remove the folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 from phalanx import _env
 from phalanx.checkpoint.comparison import compare
 from phalanx.checkpoint.disk.folder import steps
+from phalanx.launch.processes.descendants import die_with_parent
 from phalanx.train.report.metrics import read_metrics
 from phalanx.wire.waiting import wait_until
 
@@ -66,10 +68,11 @@ def _run(
     """
     environ = {**_env.environment(), _env.FOLDER_VARIABLE: folder, "PHALANX_LOG_DIR": os.path.join(folder, "logs")}
     command = [sys.executable, "-m", "phalanx", "run", *arguments]
+    end_with_us = functools.partial(die_with_parent, os.getpid())
     with (
         tempfile.TemporaryFile() as printed,
         subprocess.Popen(
-            command, env=environ, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, preexec_fn=end_with_us
         ) as job,
     ):
         deadline = time.monotonic() + _LIMIT_S
