@@ -19,10 +19,13 @@ import pytest
 
 from phalanx._text import broken
 from phalanx.diagnose import stacks
+from phalanx.diagnose.jobs import Job, Rank
 from phalanx.diagnose.stacks import Frame, Thread, find_py_spy, read_stacks
 from phalanx.diagnose.why import why
-from phalanx.diagnose.why.wording import thread_lines
-from phalanx.host.processes import off_limits
+from phalanx.diagnose.why.evidence import gather
+from phalanx.diagnose.why.findings import conclude
+from phalanx.diagnose.why.wording import answer, thread_lines
+from phalanx.host.processes import off_limits, process_of
 from phalanx.record.box import MEMORY_NAME
 from tests.diagnose.asked import asked
 
@@ -143,6 +146,27 @@ def test_what_has_ended_and_what_never_was_are_named():
         done = ask(command, process.pid)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == f"phalanx {command}: there is no process {process.pid}\n"
+
+
+@needs_py_spy
+@pytest.mark.parametrize("num_failures", [3, 99])
+def test_a_py_spy_that_fails_is_asked_again_and_what_it_says_is_told(tmp_path, monkeypatch, num_failures):
+    fails = "echo 'Error: out of something' >&2; exit 1"
+    program = tmp_path / "py-spy"
+    tried = f"echo >> {tmp_path}/tries; [ $(wc -l < {tmp_path}/tries) -le {num_failures} ]"
+    program.write_text(f'#!/bin/sh\nif {tried}; then {fails}; fi\nexec {find_py_spy()} "$@"\n')
+    program.chmod(0o700)
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: str(program))
+    with sleeping() as first, sleeping() as second:
+        seen = read_stacks([first.pid, second.pid], 60)
+        if num_failures == 3:
+            assert [one.threads[0].own_frames[0].function for one in seen.values()] == ["sleep_there"] * 2
+            return
+        ranks = tuple(Rank(number, one.pid, process_of(one.pid)) for number, one in enumerate((first, second)))
+        evidence = gather(Job("train.py", "torchrun", os.getpid(), 2, ranks))
+    said = answer(evidence, conclude(evidence))
+    assert "as far as is known, no rank waits for another; " in said
+    assert "the stacks of ranks 0 and 1 can't be read: py-spy could not read it: out of something" in said
 
 
 def test_without_py_spy_the_answer_says_how_to_get_it(monkeypatch):

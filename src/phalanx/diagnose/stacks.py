@@ -30,7 +30,13 @@ from phalanx.host.kernel import number_inside, ptrace_scope, status_of
 from phalanx.host.processes import process_of, working_folder
 
 _LIBRARY = re.compile(r".*/(?:(?:site|dist)-packages|python3\.\d+|src(?=/phalanx/))/")
-_TRIES = 3
+_PAUSES_S = (
+    0.0,
+    0.0,
+    0.05,
+    0.1,
+    0.2,
+)  # before each try: a stack may be torn, or the host out of something for a moment
 _AT_ONCE = 16
 
 
@@ -125,7 +131,8 @@ def _read(pid: int, deadline: float, native: bool) -> Stacks:
         return Stacks(problem=problem)
     command = [program, "dump", "--json", "--native" if native else "--nonblocking", "--pid", str(pid)]
     said = ""
-    for _ in range(_TRIES):
+    for pause_s in _PAUSES_S:
+        time.sleep(pause_s)
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             break

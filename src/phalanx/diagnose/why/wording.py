@@ -30,6 +30,10 @@ def answer(evidence: Evidence, finding: Finding) -> str:
         is_none = off_limits(one.doing.pid) or "is no rank of a job"
         return f"process {one.doing.pid} ({job.name}) {is_none}; it {clause(one.doing)}"
     said = sentence(finding, evidence.doings)
+    unread = [one for one in evidence.seen if one.look.stacks.problem and not one.look.has_ended and not one.look.box]
+    if finding.kind == "apart" and unread:
+        stacks = f"the {plural(len(unread), 'stack')} of {ranks([one.doing.rank for one in unread])} can't be read"
+        return f"as far as is known, {said}; {stacks}: {unread[0].look.stacks.problem}"
     return said if evidence.has_record else f"{said}: {why_no_record(evidence)}"
 
 
