@@ -24,6 +24,7 @@ _MODULES = {
     "shield",
     "shrinking",
     "stand_in",
+    "storages",
     "tensors",
     "unverified",
 }

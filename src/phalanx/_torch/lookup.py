@@ -52,7 +52,7 @@ def __getattr__(key: str) -> Any:
     except ImportError:
         if name.instead is None:
             raise missing(name.path, name.use) from None
-        _warn_of(name)
+        warn_of(name)
         found = name.instead
     globals()[key] = found
     return found
@@ -85,7 +85,8 @@ def missing(path: str, use: str) -> ImportError:
     )
 
 
-def _warn_of(name: Name) -> None:
+def warn_of(name: Name) -> None:
+    """Warn of what is lost because this torch lacks a name."""
     _warn(f"has no {name.path}: {name.loses}")
 
 
@@ -125,7 +126,7 @@ def begin_event(name: str, inputs: Iterable[torch.Tensor]) -> Callable[[], None]
     except ImportError:
         from torch.autograd.profiler import record_function
 
-        _warn_of(NAMES["record_function_enter"])
+        warn_of(NAMES["record_function_enter"])
         event = record_function(name)
         event.__enter__()
         return lambda: event.__exit__(None, None, None)
@@ -147,7 +148,7 @@ def keep_from_compiler(codes: Iterable[CodeType]) -> None:
         strategy, action = __getattr__("FrameExecStrategy"), __getattr__("FrameAction")
         choose = __getattr__("set_code_exec_strategy")
     except ImportError:
-        _warn_of(NAMES["set_code_exec_strategy"])
+        warn_of(NAMES["set_code_exec_strategy"])
         return
     for code in codes:
         choose(code, strategy(action.SKIP, action.SKIP))

@@ -156,6 +156,21 @@ NAMES = {
         "a signal that asks ranks to save may end the processes that load data for them",
         _load_nothing,
     ),
+    "new_shared_storage": Name(
+        "torch.UntypedStorage._new_shared",
+        "to let the workers of a DataLoader collate batches in unnamed memory",
+        "the workers of a phalanx.DataLoader hand over batches in /dev/shm, as torch's do",
+    ),
+    "new_shared_fd": Name(
+        "torch.UntypedStorage._new_shared_fd_cpu",
+        "to map the batches that workers of a DataLoader hand over",
+        "the workers of a phalanx.DataLoader hand over batches in /dev/shm, as torch's do",
+    ),
+    "storage_use_count": Name(
+        "torch._C._storage_Use_Count",
+        "to know when a batch that a worker of a DataLoader has handed over is no longer used",
+        "the workers of a phalanx.DataLoader hand over batches in /dev/shm, as torch's do",
+    ),
     # Kinds of tensors, and observers of their operations.
     "dispatch_keys": Name("torch._C._dispatch_keys", "to know whether a tensor's memory may be touched"),
     "is_torch_function_enabled": Name("torch._C._is_torch_function_enabled", "for tensors of a class of their own"),
@@ -237,6 +252,7 @@ NAMES = {
 
 ATTRIBUTES = {
     "_worker_info": ("torch.utils.data._utils.worker", "to read a stream whole in each worker of a DataLoader"),
+    "_cdata": ("torch.UntypedStorage", "to know when a batch that a worker has handed over is no longer used"),
     "_orig_mod": ("torch._dynamo.OptimizedModule", "to name a compiled model's parameters as before torch.compile"),
     "_join_config": ("torch.distributed.algorithms.Joinable", "for model.join()"),
     "_timeout": (

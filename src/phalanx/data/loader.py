@@ -15,6 +15,7 @@ from torch.utils import data as torch_data
 
 from phalanx._errors import warn_caller
 from phalanx._torch import shield
+from phalanx.data.handing_over import handed_over
 from phalanx.data.partition import Partition
 from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
@@ -125,7 +126,7 @@ class DataLoader(torch_data.DataLoader[Any]):
             warn_caller(remark)
         # torch draws the workers' seed here, even without workers. In a resumed epoch, the earlier run has already
         # drawn this seed, so the draw is undone.
-        with random_state_kept() if self._has_drawn else contextlib.nullcontext():
+        with random_state_kept() if self._has_drawn else contextlib.nullcontext(), handed_over(self):
             batches = super().__iter__()
         self._has_drawn = False
         self._num_batches, self._is_over = 0, False

@@ -86,6 +86,25 @@ def path_of(fd: int, pid: int | None = None) -> str:
     return f"/proc/{os.getpid() if pid is None else pid}/fd/{fd}"
 
 
+def open_descriptor(address: Address, access: int = os.O_RDWR) -> int:
+    """Return a new descriptor of a block that another process of this host holds.
+
+    Raises:
+        OSError: As `Block.open`.
+    """
+    # By now, the descriptor's number may belong to a pipe or a terminal, which these flags make harmless to open.
+    fd = os.open(path_of(address.fd, address.pid), access | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        found = os.fstat(fd)
+        is_it = stat.S_ISREG(found.st_mode) and (found.st_ino, found.st_size) == (address.inode, address.size_bytes)
+        if not is_it or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise OSError(errno.ESTALE, f"process {address.pid} no longer holds that memory, or is another process")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def held_bytes() -> dict[str, int]:
     """Return the bytes of all blocks that this process maps, including other processes' blocks, by purpose."""
     total: dict[str, int] = {}
@@ -154,17 +173,7 @@ class Block:
             OSError: The holder belongs to another user, runs in another container or has ended, so that its pid may be
                 another process's; or a limit of this process (``ulimit -n``, ``-v``) has no room for the block.
         """
-        access = os.O_RDONLY if is_private else os.O_RDWR
-        # By now, the descriptor's number may belong to a pipe or a terminal, which these flags make harmless to open.
-        fd = os.open(path_of(address.fd, address.pid), access | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-        try:
-            found = os.fstat(fd)
-            is_it = stat.S_ISREG(found.st_mode) and (found.st_ino, found.st_size) == (address.inode, address.size_bytes)
-            if not is_it or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise OSError(errno.ESTALE, f"process {address.pid} no longer holds that memory, or is another process")
-        except BaseException:
-            os.close(fd)
-            raise
+        fd = open_descriptor(address, os.O_RDONLY if is_private else os.O_RDWR)
         return cls(fd, purpose, address.size_bytes, _PRIVATE if is_private else mmap.MAP_SHARED)
 
     @property
