@@ -34,6 +34,7 @@ from torch.utils import data as torch_data
 from phalanx._torch.storages import can_share_storages, make_shared_storages_with
 from phalanx.data import received
 from phalanx.data.batch_blocks import BatchBlock, BlockPool, can_hand_over
+from phalanx.data.queues import context_for
 from phalanx.host.shared_blocks import Address
 
 _IN_PICKLE_BYTES = 64 << 10  # fewer bytes pass through the queue's pipe faster than a block is mapped
@@ -97,15 +98,16 @@ def handed_over(loader: torch_data.DataLoader[Any]) -> Iterator[None]:
     Whoever has chosen torch's strategy "file_system" gets that.
     """
     is_wanted = loader.num_workers and torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
-    if not is_wanted or not can_share_storages():
+    if not is_wanted or not can_hand_over() or not can_share_storages():
         yield
         return
-    collate = loader.collate_fn
+    collate, context = loader.collate_fn, loader.multiprocessing_context
     loader.collate_fn = HandingOver(collate, loader.prefetch_factor or 1)
+    loader.multiprocessing_context = context_for(context) or context
     try:
         yield
     finally:
-        loader.collate_fn = collate
+        loader.collate_fn, loader.multiprocessing_context = collate, context
 
 
 # ---- in the worker -------------------------------------------------------------------------------------------------
@@ -197,8 +199,10 @@ class _Packer(ForkingPickler):
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.requires_grad
-        if not is_plain or tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        if not is_plain or tensor.is_nested:
             return NotImplemented
+        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():  # torch's workers lose this
+            return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         source = self._source_of(tensor.untyped_storage())
         if source is None:
             return NotImplemented

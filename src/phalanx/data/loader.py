@@ -48,6 +48,10 @@ class DataLoader(torch_data.DataLoader[Any]):
     - Ranks take turns at the items of an ``IterableDataset``, so the dataset must yield the same items on each rank. As
       in torch, the dataset itself must divide its items among workers: a stream that does not look at
       ``get_worker_info()`` yields every item in every worker. `shard_iterable` divides any stream.
+    - Workers hand over batches in memory without a name, so the size of ``/dev/shm`` does not matter. Large tensors lie
+      in blocks that a worker fills again when no tensor of this process lies in them any more; a batch may be kept for
+      as long as it is needed. Where memfd_create is forbidden, or if torch's sharing strategy is ``file_system``, torch
+      hands over batches in its own way.
     - `state_dict` and `load_state_dict` resume in the middle of an epoch, on any number of ranks. With the same number
       of ranks, each rank gets the batches that it would have got without the interruption, and, if a `RandomState` is
       restored too, the same random numbers. Random numbers in workers are not resumed, so augmentation that runs in

@@ -200,16 +200,16 @@ def try_watching() -> list[Finding]:
 def examine_dev_shm(found: os.statvfs_result | None) -> list[Finding]:
     """Rate the size of ``/dev/shm``; `found` is None if it does not exist."""
     todo = (
-        "nothing for phalanx, which does not use it; for DataLoader workers: docker run --shm-size=8g or --ipc=host, "
-        "in Kubernetes an emptyDir of medium Memory, or num_workers=0"
+        "nothing for phalanx and phalanx.DataLoader, which do not use it; for workers of torch's own DataLoader: "
+        "docker run --shm-size=8g or --ipc=host, in Kubernetes an emptyDir of medium Memory, or num_workers=0"
     )
     if found is None:
-        return [warning("/dev/shm", "there is none; the workers of a DataLoader need it", todo)]
+        return [warning("/dev/shm", "there is none; the workers of torch's own DataLoader need it", todo)]
     size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     text, facts = f"{in_units(size)}, {in_units(free)} free", {"size_bytes": size, "free_bytes": free}
     if size <= _DOCKER_SHM_BYTES or free < _DOCKER_SHM_BYTES // 4:
-        return [warning("/dev/shm", f"{text}: little for the workers of a DataLoader", todo, **facts)]
-    return [ok("/dev/shm", f"{text} (for DataLoader workers; phalanx does not use it)", **facts)]
+        return [warning("/dev/shm", f"{text}: little for the workers of torch's own DataLoader", todo, **facts)]
+    return [ok("/dev/shm", f"{text} (for workers of torch's own DataLoader; phalanx does not use it)", **facts)]
 
 
 def read_dev_shm() -> os.statvfs_result | None:
