@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import stat
 import time
 from pathlib import Path
 
@@ -21,9 +22,9 @@ from phalanx.testing import reached, run_ranks, spawn_ranks
 from tests.data._batches import LARGE, Kinds, Lengths, OwnMemory, Records, Rows, Stream, every_kind, only, same
 from tests.denial import deny
 
-METHODS = ("fork", "forkserver", "spawn")
 _CLONE_NEWNS = 0x20000
 _MS_RDONLY, _MS_REC, _MS_PRIVATE = 1, 0x4000, 1 << 18
+_DEVICES = {"null": 3, "zero": 5, "random": 8, "urandom": 9}
 SHM = {"64 KiB": b"size=64k", "64 MiB": b"size=64m", "read-only": None, "missing": None}
 
 
@@ -55,6 +56,8 @@ def own_shm(kind):
     check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
     if kind == "missing":
         check(libc.mount(b"tmpfs", b"/dev", b"tmpfs", 0, b""))
+        for name, number in _DEVICES.items():
+            os.mknod(f"/dev/{name}", stat.S_IFCHR | 0o666, os.makedev(1, number))
         assert not os.path.exists("/dev/shm")
     else:
         check(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", _MS_RDONLY if kind == "read-only" else 0, SHM[kind]))
@@ -77,10 +80,12 @@ def load_with_shm(rank, world_size, kind, method):
     return len(os.listdir("/dev/shm")) if kind != "missing" else 0
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", SHM)
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [*((kind, "fork") for kind in SHM), ("missing", "forkserver"), ("missing", "spawn"), ("64 KiB", "spawn")],
+)
 def test_any_batch_crosses_whatever_dev_shm_is(needs_mounts, kind, method):
-    assert run_ranks(load_with_shm, 1, kind, method, init=False, timeout_s=120) == [0]
+    assert run_ranks(load_with_shm, 1, kind, method, init=False, timeout_s=240) == [0]
 
 
 @pytest.mark.parametrize("length", [6, 40_000, LARGE])
@@ -140,7 +145,7 @@ def test_a_part_that_is_kept_keeps_its_block():
         )
     assert [row.tolist() for row in rows] == [[i] * 5 for i in range(0, 40, 3)]
     assert [array.min() for array in arrays] == [array.max() for array in arrays] == list(range(1, 40, 3))
-    sums = [fn(torch.ones(1, 200_000))[0].item() / 200_000 for fn in grads]
+    sums = [round(fn(torch.ones(1, 200_000))[0].mean().item(), 3) for fn in grads]
     assert sums == list(range(2, 40, 3))
 
 
@@ -169,6 +174,7 @@ def unpicklable(samples):
 def test_a_batch_that_cannot_be_pickled_is_an_error():
     with pytest.raises(Exception, match="pickle local object"):
         list(phalanx.DataLoader(Records(8, 2), collate_fn=unpicklable, num_workers=1))
+    gc.collect()  # the error's frames hold the iterator
 
 
 def collated_twice(samples):
@@ -213,7 +219,7 @@ def test_a_fork_keeps_the_batches_that_the_rank_had():
             if child == 0:
                 os.close(tell)
                 os.read(told, 1)
-                os._exit(batch.unique().tolist() != [7])
+                os._exit(not (batch.numpy() == 7).all())  # torch's threads are not in a forked child
         assert batch.unique().tolist() == [number]
     os.close(tell)
     os.close(told)
