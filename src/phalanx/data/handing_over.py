@@ -101,6 +101,7 @@ def handed_over(loader: torch_data.DataLoader[Any]) -> Iterator[None]:
     if not is_wanted or not can_hand_over() or not can_share_storages():
         yield
         return
+    received.watch_forks()
     collate, context = loader.collate_fn, loader.multiprocessing_context
     loader.collate_fn = HandingOver(collate, loader.prefetch_factor or 1)
     loader.multiprocessing_context = context_for(context) or context

@@ -10,6 +10,7 @@ the storage, whenever the next batch comes. That misses tensors of other process
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 
@@ -136,4 +137,7 @@ def _in_child() -> None:
     lock.release()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=lock.release, after_in_child=_in_child)
+@functools.cache
+def watch_forks() -> None:
+    """Note the forks of this process from now on; call this before the workers of a first iterator start."""
+    os.register_at_fork(before=_before_fork, after_in_parent=lock.release, after_in_child=_in_child)
