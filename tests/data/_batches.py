@@ -110,6 +110,10 @@ def only(samples):
     return samples[0]
 
 
+def seed(worker):
+    torch.manual_seed(worker)
+
+
 class Kinds(Dataset):
     """Each item has every kind of content."""
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, default_collate
 import phalanx
 from phalanx.data.handing_over import _IN_WORK
 from phalanx.testing import reached, run_ranks, spawn_ranks
-from tests.data._batches import LARGE, Kinds, Lengths, OwnMemory, Records, Rows, Stream, every_kind, only, same
+from tests.data._batches import LARGE, Kinds, Lengths, OwnMemory, Records, Rows, Stream, every_kind, only, same, seed
 from tests.denial import deny
 
 _CLONE_NEWNS = 0x20000
@@ -97,8 +97,8 @@ def test_a_batch_of_every_kind_crosses(length):
 
 @pytest.mark.parametrize(("method", "is_persistent"), [("fork", False), ("forkserver", True), ("spawn", False)])
 def test_options_are_as_torch_has_them(method, is_persistent):
-    options = {"num_workers": 2, "multiprocessing_context": method, "prefetch_factor": 3, "timeout": 60}
-    options |= {"persistent_workers": is_persistent, "worker_init_fn": torch.manual_seed}
+    options = {"num_workers": 2, "multiprocessing_context": method, "prefetch_factor": 3, "timeout": 240}
+    options |= {"persistent_workers": is_persistent, "worker_init_fn": seed}
     for dataset, batch_size in ((Lengths(200_000, 20), None), (Stream(), 3)):
         ours, plain = (cls(dataset, batch_size, **options) for cls in (phalanx.DataLoader, DataLoader))
         for _ in range(2):

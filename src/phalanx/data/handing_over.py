@@ -188,7 +188,7 @@ class _Packer(ForkingPickler):
             return Piece(start, num_bytes, source.block.send())
         if num_bytes < _IN_PICKLE_BYTES:
             return Piece(start, num_bytes, bytearray(ctypes.string_at(source.storage.data_ptr() + start, num_bytes)))
-        whole = torch.empty(0, dtype=torch.uint8).set_(source.storage)  # type: ignore[call-overload]
+        whole = torch.empty(0, dtype=torch.uint8).set_(source.storage)
         return Piece(start, num_bytes, self._pool.send(whole[start:stop]))
 
     def reducer_override(self, obj: Any) -> Any:
@@ -210,8 +210,8 @@ class _Packer(ForkingPickler):
         form = tensor.dtype, tuple(tensor.shape), tensor.stride()
         if tensor.numel() == 0:
             return _empty, form
-        start = tensor.storage_offset()
-        last = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = int(tensor.storage_offset())
+        last = start + sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         source.add(start * tensor.itemsize, (last + 1) * tensor.itemsize)
         return _tensor, (source.number, start * tensor.itemsize, *form)
 
@@ -281,7 +281,7 @@ def _open(piece: Piece, blocks: received.ReceivedBlocks) -> torch.UntypedStorage
 
 def _array(storage: torch.UntypedStorage) -> Any:
     """Return a writable buffer that keeps a storage; there is one only if the batch has arrays of numpy."""
-    whole: torch.Tensor = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+    whole: torch.Tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
     return whole.numpy()
 
 
@@ -289,9 +289,7 @@ def _tensor(
     number: int, start: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> torch.Tensor:
     first, storage = next(piece for piece in reversed(_opened.storages[number]) if piece[0] <= start)
-    tensor: torch.Tensor = torch.empty(0, dtype=dtype).set_(  # type: ignore[call-overload]
-        storage, (start - first) // dtype.itemsize, shape, stride
-    )
+    tensor: torch.Tensor = torch.empty(0, dtype=dtype).set_(storage, (start - first) // dtype.itemsize, shape, stride)
     return tensor
 
 
