@@ -241,22 +241,38 @@ void bind_memory(nb::module_& m) {
   }, "Whether blocks are kept; if not, why; resident bytes; unused bytes among them.");
 }
 
+/// Sets the Python exception for an exception of the core; throws any other again.
+void translate(const std::exception_ptr& error, void*) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Failure& failure) {
+    nb::object value = to_python(failure);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), value.ptr());
+  } catch (const std::system_error& refused) {  // becomes an OSError with its errno
+    PyErr_SetObject(PyExc_OSError, nb::make_tuple(refused.code().value(), refused.what()).ptr());
+  }
+}
+
 }  // namespace
+
+void set_exception(std::exception_ptr error) noexcept {
+  try {
+    translate(error, nullptr);
+  } catch (nb::python_error& raised) {
+    raised.restore();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& other) {
+    PyErr_SetString(PyExc_RuntimeError, other.what());
+  }
+}
+
 }  // namespace phalanx
 
 NB_MODULE(_core, m) {
   using namespace phalanx;
   nb::set_leak_warnings(false);  // torch keeps groups until after the interpreter has ended
-  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
-    try {
-      std::rethrow_exception(error);
-    } catch (const Failure& failure) {
-      nb::object value = to_python(failure);
-      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), value.ptr());
-    } catch (const std::system_error& refused) {  // becomes an OSError with its errno
-      PyErr_SetObject(PyExc_OSError, nb::make_tuple(refused.code().value(), refused.what()).ptr());
-    }
-  });
+  nb::register_exception_translator(&translate);
   m.def("configure", [](nb::object call_site, nb::object shown_file, nb::object make_error, nb::object report_stall) {
     g_call_site = new nb::object(std::move(call_site));
     g_shown_file = new nb::object(std::move(shown_file));
@@ -299,6 +315,7 @@ NB_MODULE(_core, m) {
     return nb::bytes(found.data(), found.size() * sizeof(Digest));
   }, nb::arg("pieces"), nb::arg("sizes"), nb::arg("num_threads"), "The 16-byte digests, concatenated.");
   bind_recorder(m);
+  bind_entry_points(m);
   bind_memory(m);
   bind_segment(m);
   bind_handles(m);

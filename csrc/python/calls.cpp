@@ -1,6 +1,6 @@
 // The collectives and messages of a group as Python calls them. A change to a function here also changes its stub in
 // src/phalanx/_core.pyi and its callers in src/phalanx/backend/calls. Each collective is described as a Collective, and
-// start() starts them all.
+// run_here() or queue() runs it.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/chrono.h>
 #include <nanobind/stl/optional.h>
@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <array>
 #include <memory_resource>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
@@ -131,44 +132,12 @@ bool are_apart(Side& ins, Side& outs, std::size_t rank) {
   return !overlap(outs.ranges, ins.ranges);
 }
 
-/// Runs a blocking collective of plain tensors. Returns false, and does nothing, if a tensor is not plain, if the
-/// arguments do not match, or if the reduction needs more than a kernel (PREMUL_SUM). The caller then takes the path
-/// through Python, whose full checks also explain mistakes.
-bool run_plain(Group& g, const Collective& kind, nb::handle inputs, nb::handle outputs, int root, int kernel, int code,
-               Timeout timeout) {
-  const Op op = kind.op;
-  const auto size = static_cast<std::size_t>(g.control().size());
-  const auto rank = static_cast<std::size_t>(g.control().rank());
-  std::array<std::byte, 2048> room;
-  std::pmr::monotonic_buffer_resource memory(room.data(), room.size());
-  Side ins(&memory), outs(&memory);
-  const auto [num_ins, num_outs] = num_blocks(op, size, g.control().rank() == root);
-  const bool by_rows = op == Op::kAllToAll;
-  if (!ins.read(inputs, num_ins, by_rows)) return false;
-  if (inputs.is(outputs)) {
-    if (num_ins != num_outs) return false;
-    outs.blocks = ins.blocks;
-  } else {
-    if (!outs.read(outputs, num_outs, by_rows)) return false;
-    const bool are_alike = outs.items.dtype == ins.items.dtype && outs.items.count == ins.items.count;
-    if (num_ins != 0 && num_outs != 0 && (!are_alike || !are_apart(ins, outs, rank))) return false;
-  }
-  const Collective call{op, num_ins != 0 ? ins.items : outs.items, kernel, reduces(op) ? code : -1, root};
-  if (reduces(op) && (kernel != code || call.reduction().apply == nullptr)) return false;
-  const bool has_root = op == Op::kBroadcast || op == Op::kReduce || op == Op::kGather || op == Op::kScatter;
-  if (has_root && (root < 0 || root >= g.control().size())) return false;
-  start(g, op, std::nullopt, timeout.count(), [&](Collectives& c, const Context& x) {
-    call.run(c, x, {ins.blocks.data(), ins.blocks.size()}, outs.blocks);
-  });
-  return true;
-}
-
 /// The sum of squares over the pieces that are marked as `squared`, and the seconds until all ranks had arrived.
 using Reduced = std::pair<double, double>;
 
 Reduced reduce_pieces(Group& g, const Collective& call, std::span<const Piece> pieces, bool with_squares, Timeout timeout) {
   double squares = 0, waited_s = 0;
-  start(g, Op::kAllReduce, std::nullopt, timeout.count(), [&](Collectives& c, const Context& x) {
+  run_here(g, Op::kAllReduce, timeout.count(), [&](Collectives& c, const Context& x) {
     squares = c.all_reduce(x, pieces, call.items, call.reduction(),
                            with_squares ? find_squares(static_cast<Dtype>(call.items.dtype)) : nullptr);
     waited_s = c.arrival_wait_s();
@@ -224,6 +193,33 @@ std::shared_ptr<Request> post(Group& g, Op op, const Memory& memory, int peer, s
 
 }  // namespace
 
+bool run_plain(Group& g, Op op, nb::handle inputs, nb::handle outputs, int root, int kernel, int code, Timeout timeout) {
+  const auto size = static_cast<std::size_t>(g.control().size());
+  const auto rank = static_cast<std::size_t>(g.control().rank());
+  std::array<std::byte, 2048> room;
+  std::pmr::monotonic_buffer_resource memory(room.data(), room.size());
+  Side ins(&memory), outs(&memory);
+  const auto [num_ins, num_outs] = num_blocks(op, size, g.control().rank() == root);
+  const bool by_rows = op == Op::kAllToAll;
+  if (!ins.read(inputs, num_ins, by_rows)) return false;
+  if (inputs.is(outputs)) {
+    if (num_ins != num_outs) return false;
+    outs.blocks = ins.blocks;
+  } else {
+    if (!outs.read(outputs, num_outs, by_rows)) return false;
+    const bool are_alike = outs.items.dtype == ins.items.dtype && outs.items.count == ins.items.count;
+    if (num_ins != 0 && num_outs != 0 && (!are_alike || !are_apart(ins, outs, rank))) return false;
+  }
+  const Collective call{op, num_ins != 0 ? ins.items : outs.items, kernel, reduces(op) ? code : -1, root};
+  if (reduces(op) && (kernel != code || call.reduction().apply == nullptr)) return false;
+  const bool has_root = op == Op::kBroadcast || op == Op::kReduce || op == Op::kGather || op == Op::kScatter;
+  if (has_root && (root < 0 || root >= g.control().size())) return false;
+  run_here(g, op, timeout.count(), [&](Collectives& c, const Context& x) {
+    call.run(c, x, {ins.blocks.data(), ins.blocks.size()}, outs.blocks);
+  });
+  return true;
+}
+
 void bind_calls(nb::module_& m, nb::class_<Group>& group) {
   nb::class_<Collective>(m, "Call")
       .def("__init__",
@@ -270,14 +266,20 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
     return overlap(written, ranges(reads, read_bytes));
   }, nb::arg("writes"), nb::arg("write_bytes"), nb::arg("reads"), nb::arg("read_bytes"),
      "True if two written ranges overlap, or a written and a read one.");
-  group.def("run", [](Group& g, const Collective& call, Addresses ins, Addresses outs, Timeout timeout, Site site) {
-    return start(g, call.op, site, timeout.count(),
-                 [call, ins = std::move(ins), outs = std::move(outs)](Collectives& c, const Context& x) {
-                   call.run(c, x, inputs(ins), outputs(outs));
-                 });
+  group.def("run", [](Group& g, const Collective& call, Addresses ins, Addresses outs, Timeout timeout,
+                      const std::optional<std::string>& site) -> std::shared_ptr<CollectiveWork> {
+    auto body = [call, ins = std::move(ins), outs = std::move(outs)](Collectives& c, const Context& x) {
+      call.run(c, x, inputs(ins), outputs(outs));
+    };
+    if (site) return queue(g, call.op, *site, timeout.count(), std::move(body));
+    run_here(g, call.op, timeout.count(), std::move(body));
+    return nullptr;
   }, nb::arg("call"), nb::arg("ins"), nb::arg("outs"), nb::arg("timeout"), nb::arg("site").none(),
      "Run a collective in this thread; with `site`, queue it and return its CollectiveWork.");
-  group.def("run_plain", &run_plain, nb::arg("kind"), nb::arg("ins").none(), nb::arg("outs").none(), nb::arg("root"),
+  group.def("run_plain", [](Group& g, const Collective& kind, nb::handle ins, nb::handle outs, int root, int kernel, int code,
+                            Timeout timeout) {
+    return run_plain(g, kind.op, ins, outs, root, kernel, code, timeout);
+  }, nb::arg("kind"), nb::arg("ins").none(), nb::arg("outs").none(), nb::arg("root"),
             nb::arg("kernel"), nb::arg("code"), nb::arg("timeout"));
   group.def("all_reduce_pieces", &all_reduce_pieces);
   group.def("average_plain", &average_plain);

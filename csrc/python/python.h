@@ -9,7 +9,6 @@
 #include <exception>
 #include <memory>
 #include <new>
-#include <optional>
 #include <span>
 #include <string>
 #include <system_error>
@@ -116,9 +115,6 @@ inline std::span<void* const> outputs(const Addresses& a) { return {reinterpret_
 /// default of `most` is about 30 years. NaN and negative times become 0.
 inline double bounded(double seconds, double most = 1e9) { return seconds > 0 ? std::min(seconds, most) : 0; }
 
-/// The line at which an asynchronous call was made; no value for a blocking call.
-using Site = std::optional<std::string>;
-
 /// torch's form of a timeout; zero or less stands for the group's timeout.
 using Timeout = std::chrono::duration<double>;
 
@@ -142,28 +138,44 @@ decltype(auto) guarded(Group& group, Op op, Body&& body) {
   }
 }
 
-/// Without a `site`, runs `body` in the calling thread and returns null; with a `site`, queues `body` and returns its
-/// Work.
+/// Notes that a collective was called, and returns the function that runs it with the limit that holds now: an
+/// asynchronous operation keeps the group's timeout, even if the timeout changes before the operation begins.
 template <class Body>
-std::shared_ptr<CollectiveWork> start(Group& group, Op op, const Site& site, double timeout_s, Body body) {
+auto issued(Group& group, Op op, double timeout_s, Body body) {
   group.note_issued();
-  // Read the group's timeout now: an asynchronous operation keeps it, even if the timeout changes before the operation
-  // begins.
-  auto run = [&group, op, limit_s = timeout_s > 0 ? bounded(timeout_s) : group.control().timeout_s(),
-              body = std::move(body)](Hooks& h) {
+  const double limit_s = timeout_s > 0 ? bounded(timeout_s) : group.control().timeout_s();
+  return [&group, op, limit_s, body = std::move(body)](Hooks& h) {
     guarded(group, op, [&] { body(group.collectives(), Context{&h, limit_s}); });
   };
-  if (!site) {
-    run_without_gil([&](Hooks& hooks) {
-      guarded(group, op, [&] { group.worker().run(op, bounded(timeout_s), hooks, run); });
-    });
-    return nullptr;
-  }
-  nb::gil_scoped_release release;
-  return guarded(group, op, [&] { return group.worker().submit(op, std::move(run), *site); });
 }
 
+/// Runs `body` in the calling thread.
+template <class Body>
+void run_here(Group& group, Op op, double timeout_s, Body body) {
+  auto run = issued(group, op, timeout_s, std::move(body));
+  run_without_gil([&](Hooks& hooks) {
+    guarded(group, op, [&] { group.worker().run(op, bounded(timeout_s), hooks, run); });
+  });
+}
+
+/// Queues `body` and returns its Work.
+template <class Body>
+std::shared_ptr<CollectiveWork> queue(Group& group, Op op, const std::string& site, double timeout_s, Body body) {
+  auto run = issued(group, op, timeout_s, std::move(body));
+  nb::gil_scoped_release release;
+  return guarded(group, op, [&] { return group.worker().submit(op, std::move(run), site); });
+}
+
+/// Runs a blocking collective of plain tensors. Returns false, and does nothing, if a tensor is not plain, if the
+/// arguments do not match, or if the reduction needs more than a kernel (PREMUL_SUM). The caller then takes the path
+/// through Python, whose full checks also explain mistakes.
+bool run_plain(Group& g, Op op, nb::handle inputs, nb::handle outputs, int root, int kernel, int code, Timeout timeout);
+
+/// Sets the Python exception for a C++ exception. The caller holds the GIL.
+void set_exception(std::exception_ptr error) noexcept;
+
 void bind_calls(nb::module_& m, nb::class_<Group>& group);
+void bind_entry_points(nb::module_& m);
 void bind_recorder(nb::module_& m);
 
 }  // namespace phalanx

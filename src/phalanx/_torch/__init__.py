@@ -20,6 +20,7 @@ _MODULES = {
     "lookup",
     "names",
     "nested",
+    "options",
     "replace",
     "shield",
     "shrinking",

@@ -11,12 +11,15 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from phalanx import _torch
+from phalanx import _core, _torch
+from phalanx._torch import is_profiling, num_dispatch_modes
+from phalanx._torch.options import Layout
 from phalanx._torch.tensors import Overridden
 from phalanx.backend.calls.flight import joined
 from phalanx.backend.calls.memory import NotPlain, OtherDevice
 from phalanx.backend.calls.ops import Operations
 from phalanx.backend.calls.work import PhalanxWork, finished
+from phalanx.backend.types import REDUCE_CODES
 
 HAS_PYTHON_BACKENDS = _torch.version() >= (2, 14)
 
@@ -189,7 +192,15 @@ def entry_point(operation: Operation) -> Any:
             work = base(self, *args, **named)
         return dispatch.unwrap(work)
 
-    return _rerunnable(named_as(name, call), entry_point, operation)
+    method = _rerunnable(named_as(name, call), entry_point, operation)
+    is_usual = getattr(Operations, run.__name__, None) is run  # and not that of a verified group
+    layout = Layout.of(options) if is_usual and options is not None else None
+    return method if layout is None else _core.entry_point(method, run.__name__, options, *layout)
+
+
+_core.configure_entry_points(
+    is_profiling, num_dispatch_modes, {int(op): code for op, (kernel, code) in REDUCE_CODES.items() if kernel == code}
+)
 
 
 def backend_method(operation: Operation) -> Any:
