@@ -24,7 +24,8 @@
 namespace phalanx {
 namespace {
 
-enum class Nested { kNeither, kOuts, kIns };  // the side that is a list with one list of tensors, or, without a root, none
+/// The side on which torch passes a list with one list of tensors. Ranks other than a root pass an empty list there.
+enum class Nested { kNeither, kOuts, kIns };
 
 constexpr std::int64_t kUnset = -1;  // torch's value for the group's own timeout, in milliseconds
 constexpr std::int64_t kMostRanks = 1 << 20;
@@ -160,6 +161,9 @@ bool take_out(PyObject*& side, nb::object& kept, bool is_expected) {
   return side != nullptr;
 }
 
+/// Adds 1 to a number that Python code counts.
+void count(nb::handle holder, nb::handle name) { nb::setattr(holder, name, nb::getattr(holder, name) + nb::int_(1)); }
+
 /// Runs a call if it is usual: returns true if it ran, and false if it did nothing.
 bool run_usual(const EntryPoint& self, PyObject* group, PyObject* const* args, PyObject* given) {
   const Form& form = *self.form;
@@ -179,7 +183,7 @@ bool run_usual(const EntryPoint& self, PyObject* group, PyObject* const* args, P
   if (form.nested != Nested::kNeither && !take_out(form.nested == Nested::kOuts ? outs : ins, kept, is_expected))
     return false;
   if (!run_plain(*g, form.op, ins, outs, options.root, options.kernel, options.code, Timeout(0))) return false;
-  if (form.op == Op::kBarrier) nb::setattr(held.get(), num_barriers, nb::getattr(held.get(), num_barriers) + nb::int_(1));
+  if (form.op == Op::kBarrier) count(held.get(), num_barriers);
   return true;
 }
 

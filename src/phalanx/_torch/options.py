@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 from torch.distributed import ReduceOp
 
 _MOST_BYTES = 256  # that are searched; torch's options are smaller
-_ABSENT = -1
+_ABSENT = -1  # offset of a field that the options lack
 
 
 class Layout(NamedTuple):
-    """Offsets in bytes from the beginning of the C++ object; -1 for a field that the options lack.
+    """Offsets in bytes from the beginning of the C++ object; -1 if the options lack `reduce_op` or `root`.
 
     Attributes:
         async_op: Offset of a byte, 0 or 1.
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, options: type) -> Layout | None:
-        """Return the layout of a class of options; None if a field is not found."""
+        """Return the layout of a class of options; None if it is not found."""
         try:
             memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -47,7 +47,8 @@ class Layout(NamedTuple):
             offsets = [_offset(memory, options, *field) for field in _FIELDS]
         finally:
             os.close(memory)
-        return None if None in offsets else cls(*offsets)
+        found = [offset for offset in offsets if offset is not None]
+        return cls(*found) if len(found) == len(_FIELDS) and _ABSENT not in found[:2] else None
 
 
 _FIELDS: tuple[tuple[str, Callable[[int], Any], str, Iterable[int]], ...] = (

@@ -5,7 +5,8 @@ expects) to `calls/` (checks, operations, handles) and on to the core, or to `ho
 `failures/` says in words what went wrong. Start with `groups`, then `calls/ops`. Nothing here starts ranks or knows of
 models.
 
-The path of a blocking call: ``dist.all_reduce(t)`` -> `PhalanxGroup.allreduce` -> `Operations.allreduce` ->
-`Group.run_plain` of the core, in the calling thread and without the GIL. `torch/adapters`, `calls/collectives`,
-`calls/memory` and ``csrc/collectives/exchange.h`` explain one stage each.
+The path of a blocking call: ``dist.all_reduce(t)`` -> `PhalanxGroup.allreduce`, an entry point of the core, which runs
+the collective itself, in the calling thread and without the GIL. Any other call goes on to `Operations.allreduce` ->
+`Group.run`. ``csrc/python/entry_points.cpp``, `torch/adapters`, `calls/collectives`, `calls/memory` and
+``csrc/collectives/exchange.h`` explain one stage each.
 """

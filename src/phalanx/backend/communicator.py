@@ -3,8 +3,7 @@
 Each method calls a fast function of the core (`run_plain`, `send_now`, `recv_now`), and the usual operation if that
 function declines, so checks, errors and order are those of the group. A communicator skips torch's part of a call: the
 front end (2 us for an all_reduce, 5 us for a gather), options, works, hooks, dispatch modes and the Flight Recorder.
-Through ``torch.distributed``, Phalanx itself takes 3 us of an all_reduce of 4 bytes between two ranks, 0.9 us of which
-go into reading torch's options (``asyncOp``, ``reduceOp``, ``timeout``). ``python -m bench.calls`` measures this.
+``python -m bench.calls`` measures this.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ _REDUCE_OPS = (
     RedOpType.BOR,
     RedOpType.BXOR,
 )
-REDUCE_CODES: dict[object, tuple[int, int]] = {op: (code, code) for code, op in enumerate(_REDUCE_OPS)}
+REDUCE_CODES: dict[Any, tuple[int, int]] = {op: (code, code) for code, op in enumerate(_REDUCE_OPS)}
 """``operation -> (kernel that computes it, code on which ranks must agree)``."""
 # The kernel is SUM's, because each rank multiplies its input beforehand. The code differs, so ranks notice a mix-up.
 REDUCE_CODES[RedOpType.PREMUL_SUM] = (REDUCE_CODES[RedOpType.SUM][0], len(_REDUCE_OPS))

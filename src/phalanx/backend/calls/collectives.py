@@ -8,7 +8,8 @@ and disjoint, and runs the collective. If anything is unusual (a tensor that is 
 overlap, a PREMUL_SUM, a mistake), `run_plain` does nothing and returns False. Then `arguments` checks closely, makes
 copies where needed and explains mistakes, and `run` passes a `Call` (operation, dtype, count, root, reduce operation,
 split sizes) and addresses to the core. Asynchronous calls (which must keep their tensors alive), calls under a profiler
-and groups that span several hosts use only this second way.
+and groups that span several hosts use only this second way. If torch's front end makes a call that can go the first
+way, the core notices it before any method of this class is called, see ``csrc/python/entry_points.cpp``.
 
 **Semantics.** PREMUL_SUM multiplies in the tensor's dtype before the sum, as NCCL does. For bool, SUM and MAX are
 `or`, PRODUCT and MIN are `and`. AVG of integers truncates towards zero; AVG of bool is an error. Sparse tensors are

@@ -1,4 +1,8 @@
-"""Routes a call of torch to `Operations`: through torch's dispatcher if something listens there, else directly."""
+"""Routes a call of torch to `Operations`: through torch's dispatcher if something listens there, else directly.
+
+The methods of a group are entry points of the core where the core has a short way (``csrc/python/entry_points.cpp``).
+An entry point runs a blocking collective of plain tensors itself, and calls the function in this module for the rest.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +172,10 @@ class _Dispatch:
 
 
 def entry_point(operation: Operation) -> Any:
-    """Return the method of `PhalanxGroup` that runs an operation."""
+    """Return the method of `PhalanxGroup` that runs an operation: a function, or an entry point of the core around it.
+
+    Both look alike, even to `inspect`.
+    """
     name, run, num_args, options, is_led_here = operation
     base = getattr(ProcessGroup, name, None) if is_led_here else None
 
