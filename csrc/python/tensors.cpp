@@ -42,7 +42,8 @@ int (*describe)(void* tensor, DLTensor* out) = nullptr;
 std::vector<PyTypeObject*> tensor_types;  // kept for ever
 PyObject* strided_layout;  // kept for ever
 PyObject *int8, *uint8;  // kept for ever
-PyObject *layout, *dtype, *is_neg, *is_conj, *storage_offset, *untyped_storage, *nbytes;
+PyObject *layout, *dtype;  // names
+PyObject *is_neg, *is_conj, *storage_offset, *untyped_storage, *nbytes;  // methods, called without a look-up
 
 std::optional<Dtype> find_dtype(DLDataType type) {
   if (type.lanes != 1) return std::nullopt;
@@ -93,7 +94,7 @@ class Reference {
   PyObject* object_;
 };
 
-PyObject* ask(PyObject* object, PyObject* method) { return PyObject_VectorcallMethod(method, &object, 1, nullptr); }
+PyObject* ask(PyObject* object, PyObject* method) { return PyObject_Vectorcall(method, &object, 1, nullptr); }
 
 bool denies(PyObject* tensor, PyObject* method) { return Reference(ask(tensor, method)).get() == Py_False; }
 
@@ -200,11 +201,14 @@ void set_tensor_types(PyObject* const* types, std::size_t num_types, PyObject* s
   uint8 = PyObject_GetAttrString(torch.get(), "uint8");
   layout = PyUnicode_InternFromString("layout");
   dtype = PyUnicode_InternFromString("dtype");
-  is_neg = PyUnicode_InternFromString("is_neg");
-  is_conj = PyUnicode_InternFromString("is_conj");
-  storage_offset = PyUnicode_InternFromString("storage_offset");
-  untyped_storage = PyUnicode_InternFromString("untyped_storage");
-  nbytes = PyUnicode_InternFromString("nbytes");
+  is_neg = PyObject_GetAttrString(types[0], "is_neg");
+  is_conj = PyObject_GetAttrString(types[0], "is_conj");
+  storage_offset = PyObject_GetAttrString(types[0], "storage_offset");
+  untyped_storage = PyObject_GetAttrString(types[0], "untyped_storage");
+  const Reference storage(PyObject_GetAttrString(torch.get(), "UntypedStorage"));
+  nbytes = storage.get() == nullptr ? nullptr : PyObject_GetAttrString(storage.get(), "nbytes");
+  for (PyObject* method : {is_neg, is_conj, storage_offset, untyped_storage, nbytes})
+    if (method == nullptr) return PyErr_Clear();
   for (std::size_t i = 0; i < num_types; ++i) {
     Py_INCREF(types[i]);
     tensor_types.push_back(reinterpret_cast<PyTypeObject*>(types[i]));
