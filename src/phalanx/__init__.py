@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time, __getattr__ imp
         RandomState,
         seed_everything,
         shard_iterable,
+        share,
     )
     from phalanx.debugging.breakpoints import breakpoint
     from phalanx.failure.ending import RankError
@@ -113,6 +114,7 @@ __all__ = [
     "ring_all_reduce",
     "seed_everything",
     "shard_iterable",
+    "share",
     "shutdown",
     "spawn",
     "subscribe",
@@ -131,7 +133,7 @@ _MODULES = {
     "launch.spawn.spawn": "SpawnContext spawn",
     "session.session": "Session init shutdown",
     "session.survival": "resilient",
-    "data": "DataLoader DataPartitioner DistributedSampler RandomState seed_everything shard_iterable",
+    "data": "DataLoader DataPartitioner DistributedSampler RandomState seed_everything shard_iterable share",
     "parallel": "DataParallel DistributedDataParallel HostGroups LocalSGD ZeroRedundancyOptimizer SyncBatchNorm "
     "average_gradients check_replicas convert_sync_batchnorm host_groups ring_all_reduce",
     "train.trainer": "Trainer",

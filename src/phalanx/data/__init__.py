@@ -10,6 +10,7 @@ from phalanx.data.random_state import RandomState
 from phalanx.data.sampler import DistributedSampler
 from phalanx.data.seeds import seed_everything
 from phalanx.data.shards import shard_iterable
+from phalanx.data.sharing import share
 
 __all__ = [
     "DataLoader",
@@ -20,4 +21,5 @@ __all__ = [
     "RandomState",
     "seed_everything",
     "shard_iterable",
+    "share",
 ]

@@ -1,0 +1,273 @@
+"""Objects in sealed memory: a pickle, whose arrays, tensors and long lists lie beside it and are read in place.
+
+An object is written once by `pack` and read by any number of processes with `unpack`. Pickle's protocol 5 hands over
+the buffers of arrays (NumPy, pandas, Arrow) apart from the pickle; `_Packer` adds those of tensors, and lays out each
+long list item by item (`shared_list`). Only what is left, the skeleton, takes memory in each process.
+
+**Written to** what is read in place may be: the mapping is private, so the kernel copies a page before the first write
+to it, and no other process sees the change. An unshared dataset behaves in the same way. A mapping without permission
+to write would turn a write into a SIGSEGV, because torch has no tensors that can't be written to.
+
+The file grows while an object is written, so that there are never two copies. It is sealed against all changes at the
+end: nobody can change what others read.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import functools
+import io
+import mmap
+import os
+import pickle
+import struct
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.data.shared_list import SharedList, encode
+from phalanx.host.shared_blocks import Block, require_room, unnamed_file
+
+PURPOSE = "dataset"
+LONG = 1000  # items from which on a list is laid out item by item
+_LARGE_BYTES = 64 << 10  # smaller writes are gathered
+_CHECKED_BYTES = 8 << 20  # after so many bytes, the limits of the host and of cgroups are looked at again
+_FOOT = struct.Struct("<QQQ")  # place and size of the skeleton, number of its buffers
+_PART = struct.Struct("<QQ")  # place and size of a buffer
+
+
+class NotPackedError(ValueError):
+    """An object can't be pickled; the message says which."""
+
+
+class _File:
+    """A memfd that grows as it is written.
+
+    Attributes:
+        fd: Its descriptor.
+        end: Number of bytes written.
+    """
+
+    def __init__(self) -> None:
+        self.fd = unnamed_file(f"phalanx-{PURPOSE}", can_seal=True)
+        self.end = 0
+        self._pending = bytearray()  # small writes, gathered
+        self._unchecked_bytes = 0
+
+    def write(self, data: bytes | memoryview, alignment: int = 1) -> int:
+        """Append bytes at a multiple of `alignment`; return their place.
+
+        Raises:
+            OSError: Memory is short.
+        """
+        self._pending += bytes(-self.end % alignment)
+        self.end += -self.end % alignment
+        place = self.end
+        self.end += len(data)
+        if len(data) < _LARGE_BYTES:
+            self._pending += data
+            if len(self._pending) >= _LARGE_BYTES:
+                self.flush()
+        else:
+            self.flush()
+            self._put(memoryview(data))
+        return place
+
+    def flush(self) -> None:
+        """Write what is pending."""
+        with memoryview(self._pending) as pending:
+            self._put(pending)
+        self._pending.clear()
+
+    def _put(self, data: memoryview) -> None:
+        self._unchecked_bytes += len(data)
+        if self._unchecked_bytes >= _CHECKED_BYTES:
+            require_room(self._unchecked_bytes)
+            self._unchecked_bytes = 0
+        while data:
+            data = data[os.write(self.fd, data) :]
+
+
+def _take(file: _File, parts: list[tuple[int, int]], buffer: pickle.PickleBuffer) -> bool:
+    """Write a buffer and note its place; return False, so that it is left out of the pickle."""
+    with buffer.raw() as data:
+        size = len(data)
+        parts.append((file.write(data, 64 if size >= 64 else 16), size))
+    return False
+
+
+class _Packer(pickle.Pickler):
+    """Pickles one object; buffers go to the file, and `parts` has their places and sizes."""
+
+    def __init__(self, into: io.BytesIO, file: _File) -> None:
+        self.parts: list[tuple[int, int]] = []
+        # A method of this object as the callback would be a circle, which keeps all that was pickled until it is found.
+        super().__init__(into, protocol=5, buffer_callback=functools.partial(_take, file, self.parts))
+        self._storages: dict[int, _Bytes] = {}
+
+    def begin(self) -> None:
+        """Forget what was pickled, and begin the next object."""
+        self.clear_memo()
+        self._storages.clear()
+        self.parts.clear()
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is Tensor and _is_plain(value):
+            return self._reduce_tensor(value)
+        if type(value) is Tensor and value.layout is torch.sparse_coo:
+            whole = value.detach().coalesce()
+            return _sparse_tensor, (whole.indices(), whole.values(), whole.shape, value.requires_grad)
+        numpy = sys.modules.get("numpy")  # without it, there are no arrays
+        return NotImplemented if numpy is None else _reduce_array(numpy, value)
+
+    def _reduce_tensor(self, value: Tensor) -> Any:
+        storage = value.untyped_storage()
+        if 2 * value.numel() * value.itemsize < storage.nbytes():  # a small view of something large
+            value = value.contiguous().clone()
+            storage = value.untyped_storage()
+        # Tensors that share their memory share it afterwards, too.
+        data = self._storages.setdefault(storage.data_ptr(), _Bytes(storage)) if storage.nbytes() else None
+        how = value.dtype, value.shape, value.stride(), value.storage_offset(), value.requires_grad
+        return _tensor, (data, *how)
+
+
+class _WholePacker(_Packer):
+    """Pickles an object and lays out its long lists."""
+
+    def __init__(self, into: io.BytesIO, file: _File) -> None:
+        super().__init__(into, file)
+        self._file = file
+        self._places: dict[int, tuple[int, int]] = {}
+        self._lists: list[Any] = []  # keeps the ids valid
+
+    def persistent_id(self, value: Any) -> tuple[int, int] | None:
+        if type(value) is not list or len(value) < LONG:
+            return None
+        if id(value) not in self._places:
+            self._lists.append(value)
+            self._places[id(value)] = (_write_items(value, self._file), len(value))
+        return self._places[id(value)]
+
+
+class _Bytes:
+    """The memory of a storage, as a value that is pickled once however many tensors use it."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        whole = (ctypes.c_ubyte * self._storage.nbytes()).from_address(self._storage.data_ptr())
+        return _view, (pickle.PickleBuffer(whole),)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of ordinary memory and nothing else."""
+    is_dense = tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_quantized
+    return is_dense and tensor.is_leaf and not (tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
+
+
+def _reduce_array(numpy: Any, value: Any) -> Any:
+    if type(value) is numpy.memmap and isinstance(value.base, mmap.mmap) and value.filename:
+        # It is one copy for all processes already, and may be larger than memory.
+        mode = "c" if value.mode == "c" else "r"
+        return numpy.memmap, (value.filename, value.dtype, mode, value.offset, value.shape, _order_of(value))
+    if type(value) is numpy.ndarray and not value.dtype.hasobject and not value.flags.forc:
+        return numpy.ascontiguousarray(value).__reduce_ex__(5)
+    return NotImplemented
+
+
+def _order_of(array: Any) -> str:
+    return "C" if array.flags.c_contiguous else "F"
+
+
+def _view(data: Any) -> Any:
+    return data
+
+
+def _tensor(data: Any, dtype: torch.dtype, shape: Any, stride: Any, offset: int, requires_grad: bool) -> Tensor:
+    with torch.inference_mode(False):
+        if data is None:
+            made = torch.empty_strided(shape, stride, dtype=dtype)
+        else:
+            whole = torch.frombuffer(data, dtype=torch.uint8)
+            made = whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype).as_strided(shape, stride, offset)
+        return made.requires_grad_(requires_grad)
+
+
+def _sparse_tensor(indices: Tensor, values: Tensor, shape: Any, requires_grad: bool) -> Tensor:
+    # Not the way of torch's own pickles, which keep each tensor that they make in a global list.
+    return torch.sparse_coo_tensor(
+        indices, values, shape, requires_grad=requires_grad, is_coalesced=True, check_invariants=False
+    )
+
+
+def _write_items(items: Sequence[Any], file: _File) -> int:
+    """Write the items of a list and their index; return the place of the index."""
+    index = array.array("Q")
+    into = io.BytesIO()
+    packer = _Packer(into, file)
+    for number, item in enumerate(items):
+        packer.begin()
+        into.seek(0)
+        try:
+            packer.dump(item)
+        except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+            raise NotPackedError(f"item {number} of a list can't be pickled: {error}") from error
+        into.truncate()
+        index.append(file.write(encode(into.getvalue(), packer.parts)))
+    index.append(file.end)
+    return file.write(index.tobytes(), 8)
+
+
+def pack(value: Any) -> Block:
+    """Write an object into a new, sealed block, and return the block.
+
+    Raises:
+        NotPackedError: The object has a part that can't be pickled.
+        OSError: Memory is short.
+    """
+    file = _File()
+    try:
+        into = io.BytesIO()
+        packer = _WholePacker(into, file)
+        try:
+            packer.dump(value)
+        except NotPackedError:
+            raise
+        except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+            raise NotPackedError(f"it can't be pickled: {error}") from error
+        parts = b"".join(_PART.pack(*part) for part in packer.parts)
+        at = file.write(parts + into.getvalue())
+        file.write(_FOOT.pack(at, len(packer.parts), into.tell()))
+        file.flush()
+    except BaseException:
+        os.close(file.fd)
+        raise
+    return Block.seal(file.fd, PURPOSE)
+
+
+def unpack(block: Block) -> Any:
+    """Return the object in a block that `pack` has made; its arrays and tensors are views of this block's mapping."""
+    memory = memoryview(block.memory)
+    at, num_parts, size = _FOOT.unpack_from(memory, len(memory) - _FOOT.size)
+    data_at = at + num_parts * _PART.size
+    parts = _PART.iter_unpack(memory[at:data_at])
+    return _Unpacker(memory, memory[data_at : data_at + size], [memory[p : p + n] for p, n in parts]).load()
+
+
+def skeleton_bytes(block: Block) -> int:
+    """Return the size of what each process that unpacks a block makes for itself."""
+    return int(_FOOT.unpack_from(block.memory, block.size_bytes - _FOOT.size)[2])
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, memory: memoryview, data: memoryview, parts: Sequence[memoryview]) -> None:
+        super().__init__(io.BytesIO(data), buffers=parts)
+        self._memory = memory
+
+    def persistent_load(self, place: tuple[int, int]) -> SharedList:
+        return SharedList(self._memory, *place)

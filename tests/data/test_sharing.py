@@ -1,0 +1,356 @@
+"""`phalanx.share`: what it gives back, what it takes, and what it says when it can't."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import gc
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import phalanx
+from phalanx.data import packing
+from phalanx.data.shared_list import SharedList
+from phalanx.testing import run_ranks
+
+Pair = collections.namedtuple("Pair", "first second")
+SIZE = 32 << 20
+
+
+@dataclasses.dataclass
+class Record:
+    name: str
+    values: torch.Tensor
+
+
+class Augmented(Dataset[Any]):
+    """A dataset with a list, a tensor and code of its own."""
+
+    def __init__(self, length: int) -> None:
+        self.names = [f"sample {number}" for number in range(length)]
+        self.values = torch.arange(float(length * 3)).view(length, 3)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.names[index], self.values[index] + torch.rand(()) * 0
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values have the same types and content."""
+    if isinstance(one, SharedList):
+        one = [*one]
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        is_alike = (one.dtype, one.shape, one.layout, one.requires_grad) == (
+            other.dtype, other.shape, other.layout, other.requires_grad,
+        )  # fmt: skip
+        return is_alike and torch.equal(one.to_dense(), other.to_dense())
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, (Record, TensorDataset)):
+        return same(vars(one), vars(other))
+    return bool(one == other)
+
+
+def records(length: int) -> list[Any]:
+    return [{"number": number, "text": f"record {number}"} for number in range(length)]
+
+
+KINDS = {
+    "a tensor": torch.arange(12.0).view(3, 4),
+    "a transposed tensor": torch.arange(12).view(3, 4).t(),
+    "a part of a tensor": torch.arange(1000)[10:20:2],
+    "no elements": torch.empty(0, 3),
+    "a number": torch.tensor(3),
+    "a parameter": torch.nn.Parameter(torch.ones(2)),
+    "a sparse tensor": torch.eye(3).to_sparse(),
+    "a conjugate": torch.tensor([1 + 2j]).conj(),
+    "an array": np.arange(6).reshape(2, 3),
+    "every second element": np.arange(10)[::2],
+    "columns first": np.asfortranarray(np.ones((2, 3))),
+    "an array of objects": np.array([{"a": 1}, None], dtype=object),
+    "structured": np.zeros(3, dtype=[("a", "f4"), ("b", "i8")]),
+    "a dict of arrays": {"x": np.ones(3), "y": torch.ones(2, dtype=torch.bfloat16), "z": {"deep": [1, 2]}},
+    "records": records(1500),
+    "records with tensors": [Record(f"{number}", torch.full((number % 4,), 1.0)) for number in range(1500)],
+    "pairs": [Pair(number, np.arange(number % 3)) for number in range(1200)],
+    "a short list": [1, "two", None],
+    "no list": [],
+    "a dataset": TensorDataset(torch.randn(20, 3), torch.arange(20)),
+    "bytes": b"abc",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_data_comes_back(kind):
+    value = KINDS[kind]
+    assert same(phalanx.share(value), value)
+
+
+@pytest.mark.parametrize("dtype", [one for one in vars(torch).values() if isinstance(one, torch.dtype)], ids=str)
+def test_every_dtype(dtype):
+    if "quint" in str(dtype) or "qint" in str(dtype) or (dtype.is_floating_point and dtype.itemsize == 0):
+        pytest.skip("torch can't make a plain tensor of it")
+    try:
+        value = torch.zeros(16 * 8, dtype=torch.uint8).view(dtype)
+    except RuntimeError as error:
+        pytest.skip(f"torch can't make a tensor of it: {error}")
+    value.view(torch.uint8).copy_(torch.arange(128, dtype=torch.uint8) % 2)
+    shared = phalanx.share([value] * 2 + [[value]])
+    assert shared[0].dtype is dtype
+    assert torch.equal(shared[0].view(torch.uint8), value.view(torch.uint8))
+    assert shared[0].data_ptr() == shared[2][0].data_ptr()
+
+
+def test_tensors_that_share_memory_share_it_afterwards():
+    whole = torch.arange(10.0)
+    shared = phalanx.share({"whole": whole, "most": whole[1:], "few": whole[:2]})
+    shared["whole"].fill_(7)
+    assert shared["most"].tolist() == [7] * 9
+    assert shared["few"].tolist() == [0, 1], "a small view does not keep something large"
+
+
+def test_a_shared_list_is_a_list_to_read():
+    items = records(1000)
+    shared = phalanx.share(items)
+    assert isinstance(shared, SharedList)
+    assert (len(shared), shared[-1], shared[5:8], [*shared][3]) == (1000, items[-1], items[5:8], items[3])
+    assert shared == items
+    assert shared != items[1:]
+    assert shared.__add__([1]) == [*items, 1]
+    assert items[10] in shared
+    assert shared.index(items[10]) == 10
+    assert repr(shared) == "<SharedList of 1,000 items>"
+    for beyond in (1000, -1001):
+        with pytest.raises(IndexError, match=f"list index {beyond} is out of range: there are 1000 items"):
+            shared[beyond]
+    shared[0]["number"] = 99
+    assert shared[0]["number"] == 0
+    with pytest.raises(TypeError):
+        shared[0] = 1
+    assert type(packing.pickle.loads(packing.pickle.dumps(shared))) is list
+
+
+def test_a_memmap_stays_one(tmp_path):
+    file = np.memmap(tmp_path / "file", dtype="f4", mode="w+", shape=(50, 2))
+    file[:] = 3
+    file.flush()
+    shared = phalanx.share({"whole": np.memmap(tmp_path / "file", dtype="f4", mode="r", offset=8, shape=(49, 2))})
+    assert type(shared["whole"]) is np.memmap
+    assert (shared["whole"] == 3).all()
+    assert shared["whole"].shape == (49, 2)
+
+
+# ---- ranks ---------------------------------------------------------------------------------------------------------
+
+
+def memory_of(pid: int) -> tuple[int, int]:
+    """Return the proportional share of shared data that a process holds, and its private anonymous memory, in bytes."""
+    shared = private = 0
+    is_ours = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            is_ours = "memfd:phalanx-dataset" in line
+        elif line.startswith("Pss:") and is_ours:
+            shared += int(line.split()[1]) << 10
+        elif line.startswith("Anonymous:"):
+            private += int(line.split()[1]) << 10
+    return shared, private
+
+
+def read_all(dataset: Any, worker: int = 0) -> None:
+    for index in range(len(dataset)):
+        dataset[index][0].sum()
+
+
+def holds_one_copy(rank: int, world_size: int) -> Any:
+    phalanx.init()
+    _, before = memory_of(os.getpid())
+    dataset = phalanx.share(lambda: TensorDataset(torch.ones(SIZE // 4096, 1024)))
+    own = sum(dataset[index][0].sum() for index in range(len(dataset)))
+    loader = phalanx.DataLoader(
+        dataset, batch_size=1, num_workers=2, persistent_workers=True, sampler=range(len(dataset))
+    )
+    total = sum(batch.sum() for (batch,) in loader)
+    workers = [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    measured = [memory_of(pid) for pid in (os.getpid(), *workers)]
+    phalanx.data.sharing.RankGroup().barrier(60)
+    grown = memory_of(os.getpid())[1] - before
+    return float(own), float(total), len(workers), sum(shared for shared, _ in measured), grown
+
+
+def test_two_ranks_with_two_workers_each_hold_one_copy():
+    results = run_ranks(holds_one_copy, 2)
+    assert [result[:3] for result in results] == [(SIZE / 4, SIZE / 4, 2)] * 2
+    assert sum(shared for *_, shared, _ in results) < 1.1 * SIZE
+    assert max(grown for *_, grown in results) < SIZE / 2
+
+
+def build_once(rank: int, world_size: int, folder: str) -> Any:
+    phalanx.init()
+
+    def build() -> list[Any]:
+        (Path(folder) / f"built by {rank}").touch()
+        return records(2000)
+
+    shared = phalanx.share(build)
+    return shared == records(2000)
+
+
+@pytest.mark.parametrize("hosts", [[3], [2, 1]])
+def test_one_rank_of_each_host_builds(tmp_path, hosts):
+    assert all(run_ranks(build_once, 3, str(tmp_path), hosts=hosts))
+    assert sorted(os.listdir(tmp_path)) == [f"built by {first}" for first in ([0] if hosts == [3] else [0, 2])]
+
+
+def write_to_items(rank: int, world_size: int) -> Any:
+    phalanx.init()
+    shared = phalanx.share({"tensor": torch.zeros(4096), "array": np.zeros(4096), "records": [np.zeros(8)] * 1000})
+    ranks = phalanx.data.sharing.RankGroup()
+    shared["tensor"] += rank
+    shared["array"] += rank
+    shared["records"][0][:] = rank
+    ranks.barrier(60)
+    return [float(shared[name].max()) for name in ("tensor", "array")], float(shared["records"][0].max())
+
+
+def test_what_a_process_writes_only_this_process_sees():
+    assert run_ranks(write_to_items, 2) == [([0, 0], 0), ([1, 1], 1)]
+
+
+def take_different(rank: int, world_size: int, kind: str) -> str:
+    phalanx.init()
+    data: Any = {
+        "type": [1] if rank else (1,),
+        "length": records(5000 + rank),
+        "item": [[1, 2]] * 30 + [[rank]] * 30,
+        "shape": torch.zeros(3, 2 + rank),
+        "row": {"x": torch.cat([torch.zeros(7), torch.full((1,), float(rank))])},
+        "array": np.arange(20) + rank,
+        "dataset": Augmented(10 + rank),
+        "form": records(5) if rank else build_nothing,
+    }[kind]
+    with pytest.raises(ValueError, match="the ranks' data differs") as caught:
+        phalanx.share(data)
+    return str(caught.value)
+
+
+def build_nothing() -> list[Any]:
+    return []
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("type", "the type of the data is list on rank 1 and tuple on rank 0"),
+        ("length", "the length of the data is 5001 on rank 1 and 5000 on rank 0"),
+        ("item", "item 30 of the data is "),
+        ("shape", "the shape of the data is torch.float32 [3, 3] on rank 1 and torch.float32 [3, 2] on rank 0"),
+        ("row", "row 7 of the data['x'] is "),
+        ("array", "row 0 of the data is "),
+        ("dataset", "the length of the data is 11 on rank 1 and 10 on rank 0"),
+        ("form", "the type of the data is list on rank 1 and none on rank 0"),
+    ],
+)
+def test_data_that_differs_is_refused_on_every_rank(kind, words):
+    messages = run_ranks(take_different, 2, kind)
+    assert len({*messages}) == 1
+    assert words in messages[0]
+
+
+def fail_to_build(rank: int, world_size: int, kind: str) -> tuple[str, str]:
+    phalanx.init()
+    data: Any = {
+        "raises": functools.partial(raise_error, "no such bucket"),
+        "item": lambda: [*range(1200), lambda: None, 3],
+        "whole": lambda: {"a lock": threading.Lock()},
+    }[kind]
+    with pytest.raises(RuntimeError) as caught:
+        phalanx.share(data)
+    return str(caught.value), type(caught.value.__cause__).__name__
+
+
+def raise_error(text: str) -> None:
+    raise KeyError(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("raises", "rank 0 has raised KeyError in raise_error: 'no such bucket'"),
+        ("item", "rank 0 can't share its list: item 1200 of a list can't be pickled: "),
+        ("whole", "rank 0 can't share its dict: it can't be pickled: cannot pickle "),
+    ],
+)
+def test_a_failure_of_the_builder_is_told_on_every_rank(kind, words):
+    for rank, (message, cause) in enumerate(run_ranks(fail_to_build, 2, kind)):
+        assert message.startswith(f"rank {rank}: phalanx.share: {words}")
+        assert (cause == "NoneType") == (rank > 0)
+
+
+def test_without_memory_it_is_said_how_much_is_missing(monkeypatch):
+    def refuse(size_bytes: int) -> None:
+        raise OSError(12, f"1 MiB of 2 MiB of memory are left, and {size_bytes >> 20} MiB are needed")
+
+    monkeypatch.setattr(packing, "require_room", refuse)
+    descriptors = os.listdir("/proc/self/fd")
+    with pytest.raises(
+        RuntimeError, match=r"has no memory for its Tensor: 1 MiB of 2 MiB .* 16 MiB are needed; share l"
+    ):
+        phalanx.share(torch.zeros(4 << 20))
+    assert os.listdir("/proc/self/fd") == descriptors
+
+
+def test_what_stays_private_is_said(capsys):
+    phalanx.share({number: f"{number:0100}" for number in range(200_000)})
+    assert "MiB of the data stay private to each process: dicts, short lists and objects" in capsys.readouterr().err
+
+
+def load_epoch(rank: int, world_size: int) -> Any:
+    phalanx.init()
+    plain = Augmented(1001)
+    shared = phalanx.share(plain)
+    assert isinstance(shared, Augmented)
+    assert isinstance(shared.names, SharedList)
+    epochs = []
+    for dataset in (plain, shared):
+        loader = phalanx.DataLoader(dataset, batch_size=7, shuffle=True, num_workers=2)
+        loader.set_epoch(3)
+        epochs.append([(list(names), values.tolist()) for names, values in loader])
+    return epochs[0] == epochs[1], len(epochs[0])
+
+
+def test_a_shared_dataset_gives_the_same_epoch():
+    assert run_ranks(load_epoch, 2) == [(True, 72)] * 2
+
+
+def test_nothing_is_left_when_the_data_is_gone():
+    def blocks() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:phalanx-dataset")
+
+    gc.collect()
+    descriptors, before = len(os.listdir("/proc/self/fd")), blocks()
+    for _ in range(20):
+        shared = phalanx.share({"x": torch.zeros(1000), "l": records(1000)})
+        loader = DataLoader(shared["l"], batch_size=None, num_workers=1)
+        assert next(iter(loader)) == {"number": 0, "text": "record 0"}
+    assert blocks() == before + 1
+    del shared, loader
+    gc.collect()
+    assert (len(os.listdir("/proc/self/fd")), blocks()) == (descriptors, before)
