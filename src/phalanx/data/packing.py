@@ -45,15 +45,15 @@ class NotPackedError(ValueError):
 
 
 class _File:
-    """A memfd that grows as it is written.
+    """What is written to a memfd from `begin` on.
 
     Attributes:
-        fd: Its descriptor.
         end: Number of bytes written.
     """
 
-    def __init__(self) -> None:
-        self.fd = unnamed_file(f"phalanx-{PURPOSE}", can_seal=True)
+    def __init__(self, fd: int, begin: int) -> None:
+        self._fd, self._begin = fd, begin
+        self._put_bytes = 0
         self.end = 0
         self._pending = bytearray()  # small writes, gathered
         self._unchecked_bytes = 0
@@ -89,7 +89,9 @@ class _File:
             require_room(self._unchecked_bytes)
             self._unchecked_bytes = 0
         while data:
-            data = data[os.write(self.fd, data) :]
+            num_bytes = os.pwrite(self._fd, data, self._begin + self._put_bytes)
+            data = data[num_bytes:]
+            self._put_bytes += num_bytes
 
 
 def _take(file: _File, parts: list[tuple[int, int]], buffer: pickle.PickleBuffer) -> bool:
@@ -223,6 +225,26 @@ def _write_items(items: Sequence[Any], file: _File) -> int:
     return file.write(index.tobytes(), 8)
 
 
+def write(value: Any, fd: int, begin: int = 0) -> int:
+    """Write an object into a memfd, from `begin` on; return its size.
+
+    Raises:
+        NotPackedError: The object has a part that can't be pickled.
+        OSError: Memory is short.
+    """
+    file, into = _File(fd, begin), io.BytesIO()
+    packer = _WholePacker(into, file)
+    try:
+        packer.dump(value)
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        raise NotPackedError(f"it can't be pickled: {error}") from error
+    at = file.write(b"".join(_PART.pack(*part) for part in packer.parts))
+    file.write(into.getbuffer())
+    file.write(_FOOT.pack(at, len(packer.parts), into.tell()))
+    file.flush()
+    return file.end
+
+
 def pack(value: Any) -> Block:
     """Write an object into a new, sealed block, and return the block.
 
@@ -230,38 +252,27 @@ def pack(value: Any) -> Block:
         NotPackedError: The object has a part that can't be pickled.
         OSError: Memory is short.
     """
-    file = _File()
+    fd = unnamed_file(f"phalanx-{PURPOSE}", can_seal=True)
     try:
-        into = io.BytesIO()
-        packer = _WholePacker(into, file)
-        try:
-            packer.dump(value)
-        except NotPackedError:
-            raise
-        except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
-            raise NotPackedError(f"it can't be pickled: {error}") from error
-        parts = b"".join(_PART.pack(*part) for part in packer.parts)
-        at = file.write(parts + into.getvalue())
-        file.write(_FOOT.pack(at, len(packer.parts), into.tell()))
-        file.flush()
+        write(value, fd)
     except BaseException:
-        os.close(file.fd)
+        os.close(fd)
         raise
-    return Block.seal(file.fd, PURPOSE)
+    return Block.seal(fd, PURPOSE)
 
 
-def unpack(block: Block) -> Any:
-    """Return the object in a block that `pack` has made; its arrays and tensors are views of this block's mapping."""
-    memory = memoryview(block.memory)
+def skeleton_bytes(memory: mmap.mmap) -> int:
+    """Return the size of what each process that reads an object makes for itself."""
+    return int(_FOOT.unpack_from(memory, len(memory) - _FOOT.size)[2])
+
+
+def unpack(mapping: mmap.mmap) -> Any:
+    """Return the object that was written to this memory; its arrays and tensors are views of the mapping."""
+    memory = memoryview(mapping)
     at, num_parts, size = _FOOT.unpack_from(memory, len(memory) - _FOOT.size)
     data_at = at + num_parts * _PART.size
     parts = _PART.iter_unpack(memory[at:data_at])
     return _Unpacker(memory, memory[data_at : data_at + size], [memory[p : p + n] for p, n in parts]).load()
-
-
-def skeleton_bytes(block: Block) -> int:
-    """Return the size of what each process that unpacks a block makes for itself."""
-    return int(_FOOT.unpack_from(block.memory, block.size_bytes - _FOOT.size)[2])
 
 
 class _Unpacker(pickle.Unpickler):

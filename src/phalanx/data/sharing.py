@@ -15,6 +15,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import mmap
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +27,7 @@ from torch import Tensor
 from phalanx import _settings
 from phalanx._errors import require_linux
 from phalanx._text import complain, in_units
+from phalanx.data.kept import KeptData, Place, fingerprint_of, path_of_kept
 from phalanx.data.packing import PURPOSE, NotPackedError, pack, skeleton_bytes, unpack
 from phalanx.host.network import host_identity
 from phalanx.host.shared_blocks import Address, Block
@@ -38,10 +40,10 @@ T = TypeVar("T")
 
 
 class _Offer(NamedTuple):
-    """What a rank tells the others once it has built the data, or once it has mapped it: an address, or a problem."""
+    """What a rank tells the others once it has built the data, or has mapped it."""
 
-    address: Address | None
-    problem: str
+    at: Address | Place | None = None
+    problem: str = ""
 
 
 def share(data: T | Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
@@ -76,37 +78,75 @@ def share(data: T | Callable[[], T], *, group: dist.ProcessGroup | None = None) 
     told = ranks.gather((mine, [] if builds else [*_marks(data)]))
     _refuse_different([marks for _, marks in told])
     builder = next(rank for rank, (host, _) in enumerate(told) if host == mine)
-    block, problem, cause = None, "", None
-    if builder == ranks.rank:
-        block, problem, cause = _build(data, builds)
-    offers = ranks.gather(_Offer(block.address if block else None, problem))
-    _raise_first(offers, ranks, cause)
-    if block is None:
-        block, problem = _open(offers[builder].address)
-    _raise_first(ranks.gather(_Offer(None, problem)), ranks, None)  # and until then, the builder keeps the block open
-    assert block is not None  # because otherwise there was a problem
-    private_bytes = skeleton_bytes(block)
+    cause = None
+    memory: mmap.mmap | None = None
+    offer = _Offer()
+    with contextlib.ExitStack() as held:  # until all have mapped the memory
+        if builder == ranks.rank:
+            offer, memory, cause = _build(data, builds, held)
+        offers = ranks.gather(offer)
+        _raise_first(offers, ranks, cause)
+        if memory is None:
+            memory, problem = _map(offers[builder].at)
+            offer = _Offer(problem=problem)
+        _raise_first(ranks.gather(offer), ranks, None)
+    assert memory is not None  # because otherwise there was a problem
+    private_bytes = skeleton_bytes(memory)
     if builder == ranks.rank and private_bytes > _PRIVATE_BYTES:
         complain(
             f"phalanx.share: {in_units(private_bytes)} of the data stay private to each process: dicts, short lists "
             "and objects are not shared, but a list of records is"
         )
-    return unpack(block)
+    return unpack(memory)
 
 
-def _build(data: Any, builds: bool) -> tuple[Block | None, str, Exception | None]:
-    """Return the block of the data, or why there is none."""
+class _BuildError(Exception):
+    """The function that builds the data has raised an exception, which is the cause of this one."""
+
+
+def _build(
+    data: Any, builds: bool, held: contextlib.ExitStack
+) -> tuple[_Offer, mmap.mmap | None, BaseException | None]:
+    """Return where the data is and its memory, or why there is none."""
+
+    def build() -> Any:
+        try:
+            return data()
+        except Exception as error:
+            raise _BuildError from error
+
     try:
-        value = data() if builds else data
-    except Exception as error:
-        return None, f"has raised {type(error).__name__} in {_name(data)}: {error}", error
-    try:
-        return pack(value), "", None
+        path, fingerprint = (path_of_kept(), fingerprint_of(data)) if builds else ("", None)
+        if path and fingerprint:
+            with contextlib.suppress(PermissionError, FileNotFoundError):  # the supervisor is in another container
+                kept = held.enter_context(KeptData(path))
+                place = kept.find_or_build(fingerprint, build)
+                return _Offer(place), kept.map(place), None
+        block = pack(build() if builds else data)
+        held.callback(block.close)
+        return _Offer(block.address), block.memory, None
+    except _BuildError as error:
+        cause = error.__cause__
+        return _Offer(problem=f"has raised {type(cause).__name__} in {_name(data)}: {cause}"), None, cause
     except NotPackedError as error:
-        return None, f"can't share its {type(value).__name__}: {error}", error
+        return _Offer(problem=f"can't share the data: {error}"), None, error
     except OSError as error:
         advice = "share less, or read it from disk with numpy.memmap, which is one copy, too"
-        return None, f"has no memory for its {type(value).__name__}: {error.strerror or error}; {advice}", error
+        return _Offer(problem=f"has no memory for the data: {error.strerror or error}; {advice}"), None, error
+
+
+def _map(at: Address | Place | None) -> tuple[mmap.mmap | None, str]:
+    """Return the memory that another rank has offered, or why it can't be mapped."""
+    try:
+        if isinstance(at, Place):
+            with KeptData(path_of_kept()) as kept:
+                return kept.map(at), ""
+        assert at is not None
+        block = Block.open(at, PURPOSE, is_private=True)
+        block.close()
+        return block.memory, ""
+    except OSError as error:
+        return None, f"can't map the shared data: {error.strerror or error}"
 
 
 def _name(function: Any) -> str:
@@ -123,7 +163,7 @@ def _open(address: Address | None) -> tuple[Block | None, str]:
         return None, f"can't map the memory of process {address.pid}: {error.strerror or error}"
 
 
-def _raise_first(offers: list[_Offer], ranks: RankGroup, cause: Exception | None) -> None:
+def _raise_first(offers: list[_Offer], ranks: RankGroup, cause: BaseException | None) -> None:
     """Raise on every rank if a rank has a problem."""
     for rank, offer in enumerate(offers):
         if offer.problem:

@@ -113,6 +113,18 @@ def held_bytes() -> dict[str, int]:
     return total
 
 
+def map_privately(fd: int, purpose: str, size_bytes: int, offset: int = 0) -> mmap.mmap:
+    """Map a part of a file in memory; the kernel copies each page before this process's first write to it.
+
+    Args:
+        purpose: Word under which `held_bytes` counts the mapping.
+        offset: Place in the file, a multiple of the page size.
+    """
+    memory = mmap.mmap(fd, size_bytes, flags=_PRIVATE, offset=offset)
+    _mapped[memory] = purpose
+    return memory
+
+
 class Block:
     """Memory of this host that this process holds; see `create` and `open`.
 

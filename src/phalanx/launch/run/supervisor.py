@@ -80,6 +80,7 @@ class Supervisor:
         self._descriptors = raise_descriptor_limit()
         self.events.catch((*self._job.signals, *HARMLESS))
         self.snapshots_fd = unnamed_file("phalanx-snapshots")  # keeps the ranks' snapshots for the next attempt
+        self._shared_fd = unnamed_file("phalanx-dataset")  # keeps what ranks share for the next attempt, too
         self._boxes = BoxMemory(self._job.num_local_ranks)  # where ranks record what they do
         self._notes = Notes()
         self._note_attempt(self._job.num_local_ranks if self._job.max_nodes == 1 else 0)
@@ -111,7 +112,8 @@ class Supervisor:
         environ |= self._keyboard.environment()
         if not self._job.max_restarts:  # without another attempt, nobody would read snapshots
             return environ
-        return {**environ, _env.SNAPSHOT_VARIABLE: path_of(self.snapshots_fd)}
+        kept = {_env.SNAPSHOT_VARIABLE: self.snapshots_fd, _env.SHARED_VARIABLE: self._shared_fd}
+        return {**environ, **{name: path_of(fd) for name, fd in kept.items()}}
 
     def _note_attempt(self, world_size: int) -> None:
         self._notes.note_attempt("phalanx run", self._job.typed, os.path.abspath(self._folder.path), world_size)
@@ -137,6 +139,7 @@ class Supervisor:
         self._keyboard.close()
         self._survivors.close()
         os.close(self.snapshots_fd)
+        os.close(self._shared_fd)
         self._boxes.close()
         self._notes.close()
         self.events.close()
