@@ -314,9 +314,7 @@ def test_without_memory_it_is_said_how_much_is_missing(monkeypatch):
 
     monkeypatch.setattr(packing, "require_room", refuse)
     descriptors = os.listdir("/proc/self/fd")
-    with pytest.raises(
-        RuntimeError, match=r"has no memory for the data: 1 MiB of 2 MiB .* 16 MiB are needed; share l"
-    ):
+    with pytest.raises(RuntimeError, match=r"has no memory for the data: 1 MiB of 2 MiB .* 16 MiB are needed; share l"):
         phalanx.share(torch.zeros(4 << 20))
     assert os.listdir("/proc/self/fd") == descriptors
 

@@ -108,6 +108,13 @@ def test_ring_all_reduce(tmp_path):
     assert max(differences) < 1e-6
 
 
+def test_shared_data(tmp_path):
+    printed = start(tmp_path, "shared_data.py", "--num-samples", "2000")
+    assert printed.count("built the dataset") == 1
+    for rank in range(2):
+        assert f"rank {rank} has read 1000 samples" in printed
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="the digits are scikit-learn's")
 def test_partition(tmp_path):

@@ -1,0 +1,107 @@
+"""``python -m bench.shared_data``: the memory that a dataset takes with several ranks and workers, and its restart.
+
+Each rank reads the whole dataset through a loader with workers, once with ``phalanx.share`` and once as usual, in new
+processes for each. The memory is the sum of the processes' proportional shares (PSS) in copies of the dataset, less
+what the same processes take with an empty dataset. "Usual" is what torch's users do: each rank builds the dataset
+before its loader forks workers. The records are dicts, whose reference counts make forked workers copy their pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+import phalanx
+from phalanx.testing import run_ranks
+from phalanx.wire.rank_group import RankGroup
+
+_LIMIT_S = 600.0
+_ROW = 1 << 18  # elements: a sample of 1 MiB
+
+
+def tensors(size: int) -> Any:
+    """Return a tensor of samples of 1 MiB each; `size` in bytes."""
+    return torch.ones(max(size, 4 * _ROW) // 4 // _ROW, _ROW)
+
+
+def records(number: int) -> Any:
+    """Return a list of small records."""
+    return [{"id": one, "text": f"record number {one}", "label": one % 10} for one in range(max(number, 8))]
+
+
+def pss_bytes(pid: int) -> int:
+    """Return the proportional set size of a process."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return next(int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Pss:"))
+
+
+def hold(_rank: int, _world_size: int, kind: str, size: int, is_shared: bool, num_workers: int) -> tuple[int, float]:
+    """Return the memory of this rank and its workers after an epoch, and the seconds until the dataset was there."""
+    phalanx.init()
+    build: Callable[[int], Any] = globals()[kind]
+    began_s = time.perf_counter()
+    data = phalanx.share(lambda: build(size)) if is_shared else build(size)
+    built_s = time.perf_counter() - began_s
+    loader = DataLoader(
+        data, batch_size=None, num_workers=num_workers, persistent_workers=True, collate_fn=lambda item: 0
+    )
+    for _ in loader:
+        pass
+    RankGroup().barrier(_LIMIT_S)
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    used = sum(pss_bytes(pid) for pid in (os.getpid(), *map(int, children)))
+    RankGroup().barrier(_LIMIT_S)
+    return used, built_s
+
+
+def copy_bytes(kind: str, size: int) -> int:
+    """Return the memory that one copy of the dataset takes in one process."""
+    return size if kind == "tensors" else run_ranks(grown, 1, size, init=False)[0]
+
+
+def grown(_rank: int, _world_size: int, number: int) -> int:
+    """Return by how much a process grows when it makes the records."""
+    before = pss_bytes(os.getpid())
+    made = records(number)
+    return pss_bytes(os.getpid()) - before if made else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4, help="number of ranks (default %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="workers of each rank's loader (default %(default)s)")
+    parser.add_argument("--mib", type=int, default=2048, help="size of the tensors, in MiB (default %(default)s)")
+    parser.add_argument("--records", type=int, default=1_000_000, help="number of records (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default %(default)s)")
+    args = parser.parse_args()
+    for kind, size in (("tensors", args.mib << 20), ("records", args.records)):
+        one = copy_bytes(kind, size)
+        taken: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+        for _ in range(args.rounds):
+            for is_shared in (True, False):
+                empty, full = (
+                    run_ranks(hold, args.ranks, kind, some, is_shared, args.workers, init=False, timeout_s=_LIMIT_S)
+                    for some in (0, size)
+                )
+                used = sum(rank[0] for rank in full) - sum(rank[0] for rank in empty)
+                taken[is_shared].append((used / one, max(rank[1] for rank in full)))
+        (ours, ours_s), (usual, usual_s) = (
+            [statistics.median(column) for column in zip(*taken[is_shared], strict=True)] for is_shared in (True, False)
+        )
+        print(
+            f"{kind}, {args.ranks} ranks x {args.workers} workers, one copy {one / 2**20:.0f} MiB: shared {ours:.2f} "
+            f"copies, built in {ours_s:.2f} s; usual {usual:.2f} copies, built in {usual_s:.2f} s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
