@@ -1,6 +1,7 @@
 """Data for several ranks: samplers, partitions, loaders and seeds. Works with any backend.
 
-Start with `sampler`, then `loader`. Only `parts` communicates between ranks, and nothing here computes a step.
+Start with `sampler`, then `loader`. `sharing`, with `packing` below it, holds data once per host. Only `parts` and
+`sharing` communicate between ranks, and nothing here computes a step.
 """
 
 from phalanx.data.batches import GlobalBatches

@@ -110,7 +110,7 @@ class Supervisor:
         environ[_env.COMMAND_VARIABLE] = self._job.typed
         environ[_env.RECORD_VARIABLE] = self._boxes.path
         environ |= self._keyboard.environment()
-        if not self._job.max_restarts:  # without another attempt, nobody would read snapshots
+        if not self._job.max_restarts:  # without another attempt, nobody would read what is kept
             return environ
         kept = {_env.SNAPSHOT_VARIABLE: self.snapshots_fd, _env.SHARED_VARIABLE: self._shared_fd}
         return {**environ, **{name: path_of(fd) for name, fd in kept.items()}}
