@@ -360,6 +360,38 @@ def test_nothing_is_left_when_the_data_is_gone():
 
 # ---- restarts ------------------------------------------------------------------------------------------------------
 
+IN_A_LOOP = """
+    import os, pathlib, sys, torch, phalanx
+    session = phalanx.init()
+    first = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) * 3
+
+    def held():
+        (path,) = [os.environ["PHALANX_SHARED"]]
+        return os.stat(path).st_blocks * 512 >> 20
+
+    largest = 0
+    for number in range(first, 6):
+        data = phalanx.share(lambda: torch.full((4 << 20,), float(number)))
+        assert data.unique().tolist() == [number]
+        largest = max(largest, held())
+        torch.distributed.barrier()
+        if number == 3 and not first and session.rank == 0:
+            os.kill(os.getpid(), 9)
+    print("at most", largest, "MiB")
+"""
+
+
+@pytest.mark.usefixtures("warm_jobs")
+def test_what_nobody_has_any_more_is_freed(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(IN_A_LOOP))
+    run = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--max-restarts", "1", "train.py"]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (
+        int(re.findall("at most ([0-9]+) MiB", done.stdout)[-1]) <= 48
+    )  # two of the attempt before, until one is made
+
+
 SCRIPT = """
     import functools, os, threading, torch, phalanx
     session = phalanx.init()
@@ -398,3 +430,22 @@ def test_after_a_restart_the_data_is_there(tmp_path):
     for attempt in range(2):
         for rank in range(2):
             assert f"got {attempt} {rank} ['train', 'test', 'part', 'of {attempt}', 'own']" in done.stdout
+
+
+def share_before_and_outside(rank: int, world_size: int) -> Any:
+    with pytest.raises(RuntimeError) as before:
+        phalanx.share([1])
+    phalanx.init()
+    first = torch.distributed.new_group([0])
+    if rank == 0:
+        return str(before.value), phalanx.share([1], group=first)
+    with pytest.raises(ValueError) as outside:
+        phalanx.share([1], group=first)
+    return str(before.value), str(outside.value)
+
+
+def test_a_rank_that_would_share_with_nobody_is_refused():
+    (before, shared), (_, outside) = run_ranks(share_before_and_outside, 2, init=False)
+    assert before.startswith("phalanx.share: there is no process group yet, so each rank would hold a copy of its own")
+    assert shared == [1]
+    assert outside == "rank 1: phalanx.share: this rank is not in the group"

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import itertools
 import mmap
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -24,17 +25,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx import _settings
+from phalanx import _env, _settings
 from phalanx._errors import require_linux
 from phalanx._text import complain, in_units
 from phalanx.data.kept import KeptData, Place, fingerprint_of, path_of_kept
 from phalanx.data.packing import PURPOSE, NotPackedError, pack, skeleton_bytes, unpack
 from phalanx.host.network import host_identity
 from phalanx.host.shared_blocks import Address, Block
-from phalanx.wire.rank_group import RankGroup
+from phalanx.wire.rank_group import RankGroup, group_with_this_rank
 
 _COMPARED = 64  # items of each list and places of each array that are compared between ranks
 _PRIVATE_BYTES = 16 << 20  # a skeleton of this size is worth a remark
+
+_calls = itertools.count()
 
 T = TypeVar("T")
 
@@ -72,7 +75,7 @@ def share(data: T | Callable[[], T], *, group: dist.ProcessGroup | None = None) 
         (5000, {'number': 4321})
     """
     require_linux("phalanx.share", "pass the data itself to the loader")
-    ranks = RankGroup(group)
+    ranks = _ranks(group)
     builds = inspect.isroutine(data) or isinstance(data, (functools.partial, type))
     mine = host_identity(_settings.read_settings().host)
     told = ranks.gather((mine, [] if builds else [*_marks(data)]))
@@ -100,6 +103,17 @@ def share(data: T | Callable[[], T], *, group: dist.ProcessGroup | None = None) 
     return unpack(memory)
 
 
+def _ranks(group: dist.ProcessGroup | None) -> RankGroup:
+    """Return the ranks that share; refuse a rank that would share with nobody by mistake."""
+    is_initialized = dist.is_available() and dist.is_initialized()
+    if not is_initialized and int(_env.environment().get("WORLD_SIZE") or 1) > 1:
+        raise RuntimeError(
+            "phalanx.share: there is no process group yet, so each rank would hold a copy of its own: call "
+            "phalanx.init() or init_process_group() first"
+        )
+    return RankGroup(group_with_this_rank(group, "phalanx.share") if is_initialized else None)
+
+
 class _BuildError(Exception):
     """The function that builds the data has raised an exception, which is the cause of this one."""
 
@@ -116,12 +130,13 @@ def _build(
             raise _BuildError from error
 
     try:
-        path, fingerprint = (path_of_kept(), fingerprint_of(data)) if builds else ("", None)
+        call = next(_calls)
+        path, fingerprint = (path_of_kept(), fingerprint_of(data, call)) if builds else ("", None)
         if path and fingerprint:
             with contextlib.suppress(PermissionError, FileNotFoundError):  # the supervisor is in another container
                 kept = held.enter_context(KeptData(path))
-                place = kept.find_or_build(fingerprint, build)
-                return _Offer(place), kept.map(place), None
+                if place := kept.find_or_build(fingerprint, call, build):
+                    return _Offer(place), kept.map(place), None
         block = pack(build() if builds else data)
         held.callback(block.close)
         return _Offer(block.address), block.memory, None
