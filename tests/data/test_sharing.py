@@ -387,9 +387,7 @@ def test_what_nobody_has_any_more_is_freed(tmp_path):
     run = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--max-restarts", "1", "train.py"]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert (
-        int(re.findall("at most ([0-9]+) MiB", done.stdout)[-1]) <= 48
-    )  # two of the attempt before, until one is made
+    assert int(re.findall("at most ([0-9]+) MiB", done.stdout)[-1]) <= 64  # two, and two of the attempt before
 
 
 SCRIPT = """
@@ -439,7 +437,7 @@ def share_before_and_outside(rank: int, world_size: int) -> Any:
     first = torch.distributed.new_group([0])
     if rank == 0:
         return str(before.value), phalanx.share([1], group=first)
-    with pytest.raises(ValueError) as outside:
+    with pytest.raises(ValueError, match="phalanx") as outside:
         phalanx.share([1], group=first)
     return str(before.value), str(outside.value)
 
