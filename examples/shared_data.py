@@ -42,7 +42,7 @@ def main():
 
     session = phalanx.init()
     began = time.monotonic()
-    dataset = phalanx.share(lambda: Sentences(args.num_samples))
+    dataset = phalanx.share(lambda: Sentences(args.num_samples), key="sentences")
     if session.rank == 0:
         print(f"the dataset is there after {time.monotonic() - began:.1f} s", flush=True)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 import gc
+import multiprocessing
 import os
 import re
 import subprocess
@@ -22,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import phalanx
 from phalanx.data import packing
+from phalanx.data.marks import marks
 from phalanx.data.shared_list import SharedList
 from phalanx.testing import run_ranks
 
@@ -52,14 +55,14 @@ class Augmented(Dataset[Any]):
 def same(one: Any, other: Any) -> bool:
     """Whether two values have the same types and content."""
     if isinstance(one, SharedList):
-        one = [*one]
+        one, other = [*one], [*other]
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
         is_alike = (one.dtype, one.shape, one.layout, one.requires_grad) == (
             other.dtype, other.shape, other.layout, other.requires_grad,
         )  # fmt: skip
-        return is_alike and torch.equal(one.to_dense(), other.to_dense())
+        return is_alike and vars(one) == vars(other) and torch.equal(one.to_dense(), other.to_dense())
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
     if isinstance(one, dict):
@@ -75,6 +78,12 @@ def records(length: int) -> list[Any]:
     return [{"number": number, "text": f"record {number}"} for number in range(length)]
 
 
+def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.note = "kept"  # type: ignore[attr-defined]
+    return tensor
+
+
+BUFFER = np.arange(100.0)
 KINDS = {
     "a tensor": torch.arange(12.0).view(3, 4),
     "a transposed tensor": torch.arange(12).view(3, 4).t(),
@@ -97,6 +106,10 @@ KINDS = {
     "no list": [],
     "a dataset": TensorDataset(torch.randn(20, 3), torch.arange(20)),
     "bytes": b"abc",
+    "a tensor with an attribute": with_attribute(torch.ones(3)),
+    "many objects": np.array(["a", {"b": 1}] * 1000, dtype=object),
+    "structured objects": np.array([(1, "a")] * 1000, dtype=[("x", "i4"), ("y", object)]),
+    "one buffer, the smaller first": (torch.from_numpy(BUFFER[:5]), torch.from_numpy(BUFFER)),
 }
 
 
@@ -119,6 +132,14 @@ def test_every_dtype(dtype):
     assert shared[0].dtype is dtype
     assert torch.equal(shared[0].view(torch.uint8), value.view(torch.uint8))
     assert shared[0].data_ptr() == shared[2][0].data_ptr()
+
+
+def test_what_is_shared_already_is_shared_again():
+    items = records(1100)
+    again = phalanx.share({"items": phalanx.share(items)})["items"]
+    assert isinstance(again, SharedList)
+    assert again == items
+    assert copy.deepcopy(again) is copy.copy(again) is again
 
 
 def test_tensors_that_share_memory_share_it_afterwards():
@@ -158,6 +179,10 @@ def test_a_memmap_stays_one(tmp_path):
     assert type(shared["whole"]) is np.memmap
     assert (shared["whole"] == 3).all()
     assert shared["whole"].shape == (49, 2)
+    copied = np.memmap(tmp_path / "file", dtype="f4", mode="c", shape=(100,))
+    copied[0] = 7
+    assert phalanx.share(copied)[0] == 7
+    assert (phalanx.share(file[20:]) == 3).all()
 
 
 # ---- ranks ---------------------------------------------------------------------------------------------------------
@@ -248,11 +273,19 @@ def take_different(rank: int, world_size: int, kind: str) -> str:
         "row": {"x": torch.cat([torch.zeros(7), torch.full((1,), float(rank))])},
         "array": np.arange(20) + rank,
         "dataset": Augmented(10 + rank),
+        "part of a dataset": with_values(Augmented(10), rank),
+        "number": {"offset": rank},
+        "key": build_nothing,
         "form": records(5) if rank else build_nothing,
     }[kind]
     with pytest.raises(ValueError, match="the ranks' data differs") as caught:
-        phalanx.share(data)
+        phalanx.share(data, key="" if kind != "key" else f"{rank}")
     return str(caught.value)
+
+
+def with_values(dataset: Augmented, value: int) -> Augmented:
+    dataset.values += value
+    return dataset
 
 
 def build_nothing() -> list[Any]:
@@ -268,8 +301,11 @@ def build_nothing() -> list[Any]:
         ("shape", "the shape of the data is torch.float32 [3, 3] on rank 1 and torch.float32 [3, 2] on rank 0"),
         ("row", "row 7 of the data['x'] is "),
         ("array", "row 0 of the data is "),
+        ("part of a dataset", "row 0 of values of the data is "),
+        ("number", "the data['offset'] is 1 on rank 1 and 0 on rank 0"),
+        ("key", "the key is '1' on rank 1 and '0' on rank 0"),
         ("dataset", "the length of the data is 11 on rank 1 and 10 on rank 0"),
-        ("form", "the type of the data is list on rank 1 and none on rank 0"),
+        ("form", "the kind of argument is data on rank 1 and a function on rank 0"),
     ],
 )
 def test_data_that_differs_is_refused_on_every_rank(kind, words):
@@ -284,10 +320,16 @@ def fail_to_build(rank: int, world_size: int, kind: str) -> tuple[str, str]:
         "raises": functools.partial(raise_error, "no such bucket"),
         "item": lambda: [*range(1200), lambda: None, 3],
         "whole": lambda: {"a lock": threading.Lock()},
+        "own error": Unwilling,
     }[kind]
     with pytest.raises(RuntimeError) as caught:
         phalanx.share(data)
     return str(caught.value), type(caught.value.__cause__).__name__
+
+
+class Unwilling:
+    def __getstate__(self) -> Any:
+        raise OSError(2, "no such disk")
 
 
 def raise_error(text: str) -> None:
@@ -299,6 +341,7 @@ def raise_error(text: str) -> None:
     [
         ("raises", "rank 0 has raised KeyError in raise_error: 'no such bucket'"),
         ("item", "rank 0 can't share the data: item 1200 of a list can't be pickled: "),
+        ("own error", "rank 0 can't share the data: it can't be pickled: [Errno 2] no such disk"),
         ("whole", "rank 0 can't share the data: it can't be pickled: cannot pickle "),
     ],
 )
@@ -371,7 +414,7 @@ IN_A_LOOP = """
 
     largest = 0
     for number in range(first, 6):
-        data = phalanx.share(lambda: torch.full((4 << 20,), float(number)))
+        data = phalanx.share(lambda: torch.full((4 << 20,), float(number)), key=f"{number}")
         assert data.unique().tolist() == [number]
         largest = max(largest, held())
         torch.distributed.barrier()
@@ -390,8 +433,36 @@ def test_what_nobody_has_any_more_is_freed(tmp_path):
     assert int(re.findall("at most ([0-9]+) MiB", done.stdout)[-1]) <= 64  # two, and two of the attempt before
 
 
+EDITED = """
+    import os, sys, torch, phalanx
+    session = phalanx.init()
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+    def build():
+        import values
+        return [phalanx.share(lambda: [values.VALUE], key="inner"), values.VALUE]
+
+    print("got", attempt, phalanx.share(build, key="outer"), flush=True)
+    if attempt == 0:
+        with open("values.py", "w") as file:
+            file.write("VALUE = 'new'")
+        os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.usefixtures("warm_jobs")
+def test_after_an_edit_the_data_is_built_anew(tmp_path):
+    """Even of a module that is imported by the function alone; and a function may share, too."""
+    (tmp_path / "values.py").write_text("VALUE = 'old'")
+    (tmp_path / "train.py").write_text(textwrap.dedent(EDITED))
+    run = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "1", "--max-restarts", "1", "train.py"]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.findall("got .*", done.stdout) == ["got 0 [['old'], 'old']", "got 1 [['new'], 'new']"]
+
+
 SCRIPT = """
-    import functools, os, threading, torch, phalanx
+    import functools, os, torch, phalanx
     session = phalanx.init()
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
@@ -402,13 +473,12 @@ SCRIPT = """
     def load(split):
         return build(split, 1500)
 
-    shared = []
-    for split in ("train", "test"):
-        shared.append(phalanx.share(lambda: load(split)))
-    shared.append(phalanx.share(functools.partial(build, "part", 2000)))
-    shared.append(phalanx.share(functools.partial(build, f"of {attempt}", 1000)))
-    lock = threading.Lock()  # can't be pickled, so this is built anew
-    shared.append(phalanx.share(lambda: lock and build("own", 1000)))
+    shared = [
+        *(phalanx.share(lambda: build(split, 1500), key=split) for split in ("train", "test")),
+        phalanx.share(functools.partial(build, "part", 2000), key="part"),
+        phalanx.share(lambda: build(f"of {attempt}", 1000), key=f"of {attempt}"),
+        phalanx.share(lambda: build("no key", 1000)),
+    ]
     print("got", attempt, session.rank, [items[-1]["name"] for items in shared], flush=True)
     torch.distributed.barrier()
     if attempt == 0 and session.rank == 0:
@@ -424,10 +494,10 @@ def test_after_a_restart_the_data_is_there(tmp_path):
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     lines = [line.partition("built ")[2] for line in done.stdout.splitlines() if "built " in line]
-    assert lines == ["0 train", "0 test", "0 part", "0 of 0", "0 own", "1 of 1", "1 own"]
+    assert lines == ["0 train", "0 test", "0 part", "0 of 0", "0 no key", "1 of 1", "1 no key"]
     for attempt in range(2):
         for rank in range(2):
-            assert f"got {attempt} {rank} ['train', 'test', 'part', 'of {attempt}', 'own']" in done.stdout
+            assert f"got {attempt} {rank} ['train', 'test', 'part', 'of {attempt}', 'no key']" in done.stdout
 
 
 def share_before_and_outside(rank: int, world_size: int) -> Any:
@@ -447,3 +517,30 @@ def test_a_rank_that_would_share_with_nobody_is_refused():
     assert before.startswith("phalanx.share: there is no process group yet, so each rank would hold a copy of its own")
     assert shared == [1]
     assert outside == "rank 1: phalanx.share: this rank is not in the group"
+
+
+def test_what_is_compared_is_bounded():
+    large = torch.zeros(64 << 20, dtype=torch.uint8)
+    circle: list[Any] = [large, (large,)]
+    circle += [circle] * 5
+    assert len(marks(circle)) < 20_000
+    assert marks({"a": 1, "b": 2}) == marks({"b": 2, "a": 1})
+    assert marks({number: object() for number in range(100)}) == marks(
+        {number: object() for number in range(100, 0, -1)}
+    )
+
+
+def read_in_a_process(items: Any, results: Any) -> None:
+    results.put((type(items).__name__, len(items), items[7]["x"].tolist()))
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_process_that_is_not_forked_maps_the_list(method):
+    items = phalanx.share([{"x": torch.full((3,), float(number))} for number in range(1000)])
+    context = multiprocessing.get_context(method)
+    results = context.SimpleQueue()
+    child = context.Process(target=read_in_a_process, args=(items, results))
+    child.start()
+    assert results.get() == ("SharedList", 1000, [7.0] * 3)
+    child.join()
+    assert child.exitcode == 0

@@ -15,7 +15,10 @@ end: nobody can change what others read.
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
+import errno
+import fcntl
 import functools
 import io
 import mmap
@@ -23,14 +26,15 @@ import os
 import pickle
 import struct
 import sys
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from phalanx.data.shared_list import SharedList, encode
-from phalanx.host.shared_blocks import Block, require_room, unnamed_file
+from phalanx.host.shared_blocks import map_privately, path_of, require_room, unnamed_file
 
 PURPOSE = "dataset"
 LONG = 1000  # items from which on a list is laid out item by item
@@ -38,10 +42,90 @@ _LARGE_BYTES = 64 << 10  # smaller writes are gathered
 _CHECKED_BYTES = 8 << 20  # after so many bytes, the limits of the host and of cgroups are looked at again
 _FOOT = struct.Struct("<QQQ")  # place and size of the skeleton, number of its buffers
 _PART = struct.Struct("<QQ")  # place and size of a buffer
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
+_SET_LOCK = 37  # F_OFD_SETLK: the lock belongs to the open file, which a mapping of it keeps open, too
 
 
 class NotPackedError(ValueError):
     """An object can't be pickled; the message says which."""
+
+
+class NoRoomError(OSError):
+    """Memory is short."""
+
+
+class Address(NamedTuple):
+    """Where another process of this host finds a mapping: a path in ``/proc``, and the file's inode to check it by."""
+
+    path: str
+    inode: int
+    size_bytes: int
+    offset: int
+    lock_at: int
+
+
+class Region:
+    """A part of a memfd in this process's memory; other processes can map it, too, as long as this object lives.
+
+    Args:
+        fd: Descriptor of the file, which stays the caller's.
+        size_bytes: Size of the part.
+        offset: Place of the part, a multiple of the page size.
+        lock_at: Byte of the file on which this object, and the memory, hold a shared lock.
+
+    Attributes:
+        memory: The memory. What this process writes to it stays private.
+    """
+
+    def __init__(self, fd: int, size_bytes: int, offset: int = 0, lock_at: int = 0) -> None:
+        # Not a duplicate of the descriptor: locks belong to the open file.
+        self._fd = os.open(path_of(fd), os.O_RDONLY | os.O_CLOEXEC)
+        self._place = size_bytes, offset, lock_at
+        lock(self._fd, lock_at, fcntl.F_RDLCK)
+        self.memory = memoryview(map_privately(self._fd, PURPOSE, size_bytes, offset))
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):  # the interpreter is ending, or `__init__` failed
+            os.close(self._fd)
+
+    @property
+    def address(self) -> Address:
+        """Address for `open_region` of another process."""
+        return Address(path_of(self._fd), os.fstat(self._fd).st_ino, *self._place)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_region, (self.address,)
+
+
+_mapped: weakref.WeakValueDictionary[tuple[int, int], Region] = weakref.WeakValueDictionary()
+
+
+def open_region(address: Address) -> Region:
+    """Map what another process of this host has mapped.
+
+    Raises:
+        OSError: The other process has ended, belongs to another user or runs in another container.
+    """
+    key = address.inode, address.offset
+    if (found := _mapped.get(key)) is not None:
+        return found
+    fd = os.open(address.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        if os.fstat(fd).st_ino != address.inode:
+            raise OSError(errno.ESTALE, "the process that held the shared data has ended")
+        found = _mapped[key] = Region(fd, *address[2:])
+        return found
+    finally:
+        os.close(fd)
+
+
+def lock(fd: int, at: int, kind: int) -> bool:
+    """Lock or unlock a byte of a file for whoever keeps the open file open; return whether that succeeded."""
+    try:
+        fcntl.fcntl(fd, _SET_LOCK, _FLOCK.pack(kind, os.SEEK_SET, at, 1, 0))
+    except OSError:
+        return False
+    return True
 
 
 class _File:
@@ -86,12 +170,21 @@ class _File:
     def _put(self, data: memoryview) -> None:
         self._unchecked_bytes += len(data)
         if self._unchecked_bytes >= _CHECKED_BYTES:
+            self._require_room()
+        try:
+            while data:
+                num_bytes = os.pwrite(self._fd, data, self._begin + self._put_bytes)
+                data = data[num_bytes:]
+                self._put_bytes += num_bytes
+        except OSError as error:
+            raise NoRoomError(error.errno, error.strerror) from error
+
+    def _require_room(self) -> None:
+        try:
             require_room(self._unchecked_bytes)
-            self._unchecked_bytes = 0
-        while data:
-            num_bytes = os.pwrite(self._fd, data, self._begin + self._put_bytes)
-            data = data[num_bytes:]
-            self._put_bytes += num_bytes
+        except OSError as error:
+            raise NoRoomError(error.errno, error.strerror) from error
+        self._unchecked_bytes = 0
 
 
 def _take(file: _File, parts: list[tuple[int, int]], buffer: pickle.PickleBuffer) -> bool:
@@ -109,7 +202,7 @@ class _Packer(pickle.Pickler):
         self.parts: list[tuple[int, int]] = []
         # A method of this object as the callback would be a circle, which keeps all that was pickled until it is found.
         super().__init__(into, protocol=5, buffer_callback=functools.partial(_take, file, self.parts))
-        self._storages: dict[int, _Bytes] = {}
+        self._storages: dict[tuple[int, int], _Bytes] = {}
 
     def begin(self) -> None:
         """Forget what was pickled, and begin the next object."""
@@ -118,7 +211,7 @@ class _Packer(pickle.Pickler):
         self.parts.clear()
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is Tensor and _is_plain(value):
+        if type(value) is Tensor and _is_plain(value) and not value.__dict__:
             return self._reduce_tensor(value)
         if type(value) is Tensor and value.layout is torch.sparse_coo:
             whole = value.detach().coalesce()
@@ -132,7 +225,8 @@ class _Packer(pickle.Pickler):
             value = value.contiguous().clone()
             storage = value.untyped_storage()
         # Tensors that share their memory share it afterwards, too.
-        data = self._storages.setdefault(storage.data_ptr(), _Bytes(storage)) if storage.nbytes() else None
+        key = storage.data_ptr(), storage.nbytes()
+        data = self._storages.setdefault(key, _Bytes(storage)) if storage.nbytes() else None
         how = value.dtype, value.shape, value.stride(), value.storage_offset(), value.requires_grad
         return _tensor, (data, *how)
 
@@ -147,7 +241,7 @@ class _WholePacker(_Packer):
         self._lists: list[Any] = []  # keeps the ids valid
 
     def persistent_id(self, value: Any) -> tuple[int, int] | None:
-        if type(value) is not list or len(value) < LONG:
+        if type(value) not in (list, SharedList) or len(value) < LONG:
             return None
         if id(value) not in self._places:
             self._lists.append(value)
@@ -173,13 +267,24 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _reduce_array(numpy: Any, value: Any) -> Any:
-    if type(value) is numpy.memmap and isinstance(value.base, mmap.mmap) and value.filename:
+    if not isinstance(value, numpy.ndarray):
+        return NotImplemented
+    if value.dtype.hasobject:
+        make, arguments, (*head, items) = value.__reduce__()
+        return _object_array, (make, arguments, head, tuple(items))  # not a list, which could be laid out as a long one
+    if type(value) is numpy.memmap and isinstance(value.base, mmap.mmap) and value.filename and value.mode != "c":
         # It is one copy for all processes already, and may be larger than memory.
-        mode = "c" if value.mode == "c" else "r"
+        mode = "r" if value.mode == "r" else "r+"
         return numpy.memmap, (value.filename, value.dtype, mode, value.offset, value.shape, _order_of(value))
-    if type(value) is numpy.ndarray and not value.dtype.hasobject and not value.flags.forc:
-        return numpy.ascontiguousarray(value).__reduce_ex__(5)
+    if type(value) is numpy.memmap or (type(value) is numpy.ndarray and not value.flags.forc):
+        return numpy.ascontiguousarray(value).view(numpy.ndarray).__reduce_ex__(5)
     return NotImplemented
+
+
+def _object_array(make: Any, arguments: Any, head: Any, items: Any) -> Any:
+    made = make(*arguments)
+    made.__setstate__((*head, list(items)))
+    return made
 
 
 def _order_of(array: Any) -> str:
@@ -217,7 +322,9 @@ def _write_items(items: Sequence[Any], file: _File) -> int:
         into.seek(0)
         try:
             packer.dump(item)
-        except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        except NoRoomError:
+            raise
+        except Exception as error:  # an item may raise anything
             raise NotPackedError(f"item {number} of a list can't be pickled: {error}") from error
         into.truncate()
         index.append(file.write(encode(into.getvalue(), packer.parts)))
@@ -236,7 +343,9 @@ def write(value: Any, fd: int, begin: int = 0) -> int:
     packer = _WholePacker(into, file)
     try:
         packer.dump(value)
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+    except (NotPackedError, NoRoomError):
+        raise
+    except Exception as error:  # the object may raise anything
         raise NotPackedError(f"it can't be pickled: {error}") from error
     at = file.write(b"".join(_PART.pack(*part) for part in packer.parts))
     file.write(into.getbuffer())
@@ -245,8 +354,8 @@ def write(value: Any, fd: int, begin: int = 0) -> int:
     return file.end
 
 
-def pack(value: Any) -> Block:
-    """Write an object into a new, sealed block, and return the block.
+def pack(value: Any) -> Region:
+    """Write an object into new memory, seal it, and return the mapping.
 
     Raises:
         NotPackedError: The object has a part that can't be pickled.
@@ -254,31 +363,31 @@ def pack(value: Any) -> Block:
     """
     fd = unnamed_file(f"phalanx-{PURPOSE}", can_seal=True)
     try:
-        write(value, fd)
-    except BaseException:
+        size_bytes = write(value, fd)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+        return Region(fd, size_bytes)
+    finally:
         os.close(fd)
-        raise
-    return Block.seal(fd, PURPOSE)
 
 
-def skeleton_bytes(memory: mmap.mmap) -> int:
+def skeleton_bytes(mapping: Region) -> int:
     """Return the size of what each process that reads an object makes for itself."""
-    return int(_FOOT.unpack_from(memory, len(memory) - _FOOT.size)[2])
+    return int(_FOOT.unpack_from(mapping.memory, len(mapping.memory) - _FOOT.size)[2])
 
 
-def unpack(mapping: mmap.mmap) -> Any:
+def unpack(mapping: Region) -> Any:
     """Return the object that was written to this memory; its arrays and tensors are views of the mapping."""
-    memory = memoryview(mapping)
+    memory = mapping.memory
     at, num_parts, size = _FOOT.unpack_from(memory, len(memory) - _FOOT.size)
     data_at = at + num_parts * _PART.size
     parts = _PART.iter_unpack(memory[at:data_at])
-    return _Unpacker(memory, memory[data_at : data_at + size], [memory[p : p + n] for p, n in parts]).load()
+    return _Unpacker(mapping, memory[data_at : data_at + size], [memory[p : p + n] for p, n in parts]).load()
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, memory: memoryview, data: memoryview, parts: Sequence[memoryview]) -> None:
+    def __init__(self, mapping: Region, data: memoryview, parts: Sequence[memoryview]) -> None:
         super().__init__(io.BytesIO(data), buffers=parts)
-        self._memory = memory
+        self._mapping = mapping
 
     def persistent_load(self, place: tuple[int, int]) -> SharedList:
-        return SharedList(self._memory, *place)
+        return SharedList(self._mapping, *place)

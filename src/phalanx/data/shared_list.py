@@ -12,9 +12,11 @@ item would mean reading all of them.
 
 from __future__ import annotations
 
+import operator
 import pickle
 import struct
 from collections.abc import Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, SupportsIndex, overload
 
 _HAS_PARTS = 0x00  # first byte of an item with parts; a pickle begins with 0x80
@@ -38,16 +40,17 @@ def encode(data: bytes, parts: Sequence[tuple[int, int]]) -> bytes:
 class SharedList(Sequence[Any]):
     """A read-only list in shared memory, made by `phalanx.share`.
 
-    Each access makes the item anew, so changing an item does not change the list. Slices are plain lists.
+    Each access makes the item anew; its arrays and tensors are views of the memory. Slices are plain lists.
 
     Args:
-        memory: Memory of the block.
-        index_at: Place of the index in the block, which has one number more than the list has items.
+        mapping: Memory with the items, of type `packing.Region`.
+        index_at: Place of the index in the memory, which has one number more than the list has items.
         length: Number of items.
     """
 
-    def __init__(self, memory: memoryview, index_at: int, length: int) -> None:
-        self._memory, self._index_at, self._length = memory, index_at, length
+    def __init__(self, mapping: Any, index_at: int, length: int) -> None:
+        self._mapping, self._index_at, self._length = mapping, index_at, length
+        self._memory: memoryview = mapping.memory
 
     def __len__(self) -> int:
         return self._length
@@ -59,11 +62,10 @@ class SharedList(Sequence[Any]):
     def __getitem__(self, index: SupportsIndex | slice) -> Any:
         if isinstance(index, slice):
             return [self._item(number) for number in range(*index.indices(self._length))]
-        number = index.__index__()
-        if number < 0:
-            number += self._length
+        asked = operator.index(index)
+        number = asked + self._length if asked < 0 else asked
         if not 0 <= number < self._length:
-            raise IndexError(f"list index {index.__index__()} is out of range: there are {self._length} items")
+            raise IndexError(f"list index {asked} is out of range: there are {self._length} items")
         return self._item(number)
 
     def __iter__(self) -> Iterator[Any]:
@@ -82,6 +84,12 @@ class SharedList(Sequence[Any]):
     def __repr__(self) -> str:
         return f"<SharedList of {self._length:,} items>"
 
+    def __copy__(self) -> SharedList:
+        return self  # nobody can change it
+
+    def __deepcopy__(self, _: Any) -> SharedList:
+        return self
+
     def __reduce__(self) -> tuple[Any, ...]:
         return list, ([*self],)  # in a file or on another host, it is the list that it was made from
 
@@ -96,3 +104,11 @@ class SharedList(Sequence[Any]):
         parts = [_PART.unpack_from(data, start) for start in starts]
         views = [self._memory[place : place + length] for place, length in parts]
         return pickle.loads(data[starts.stop : starts.stop + size], buffers=views)
+
+
+def _hand_over(value: SharedList) -> tuple[Any, ...]:
+    """Tell another process of this host where the list lies, as for a worker that was not forked."""
+    return SharedList, (value._mapping, value._index_at, value._length)
+
+
+ForkingPickler.register(SharedList, _hand_over)

@@ -172,23 +172,6 @@ class Block:
         return cls(fd, purpose, size_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
     @classmethod
-    def seal(cls, fd: int, purpose: str) -> Block:
-        """Return the block of a file of `unnamed_file` that has been written; nobody can change the content any more.
-
-        This process's writes to the mapping stay private, as with ``open(is_private=True)``. The block owns `fd`.
-
-        Raises:
-            OSError: A limit of this process (``ulimit -v``) has no room for the mapping.
-        """
-        try:
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
-            size_bytes = os.fstat(fd).st_size
-        except BaseException:
-            os.close(fd)
-            raise
-        return cls(fd, purpose, size_bytes, _PRIVATE)
-
-    @classmethod
     def open(cls, address: Address, purpose: str, *, is_private: bool = False) -> Block:
         """Return a block that another process of this host holds.
 
