@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 import phalanx
-from phalanx.data.handing_over import _IN_WORK
+from phalanx.data.handover.handing_over import _IN_WORK
 from phalanx.testing import reached, run_ranks, spawn_ranks
 from tests.data._batches import LARGE, Kinds, Lengths, OwnMemory, Records, Rows, Stream, every_kind, only, same, seed
 from tests.denial import deny

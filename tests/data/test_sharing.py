@@ -23,10 +23,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import phalanx
-from phalanx.data import packing
-from phalanx.data.marks import marks
-from phalanx.data.shared_list import SharedList
+from phalanx.data.sharing import packing
+from phalanx.data.sharing.marks import marks
+from phalanx.data.sharing.shared_list import SharedList
 from phalanx.testing import run_ranks
+from phalanx.wire.rank_group import RankGroup
 
 Pair = collections.namedtuple("Pair", "first second")
 SIZE = 32 << 20
@@ -218,7 +219,7 @@ def holds_one_copy(rank: int, world_size: int) -> Any:
     total = sum(batch.sum() for (batch,) in loader)
     workers = [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     measured = [memory_of(pid) for pid in (os.getpid(), *workers)]
-    phalanx.data.sharing.RankGroup().barrier(60)
+    RankGroup().barrier(60)
     grown = memory_of(os.getpid())[1] - before
     return float(own), float(total), len(workers), sum(shared for shared, _ in measured), grown
 
@@ -251,7 +252,7 @@ def test_one_rank_of_each_host_builds(tmp_path, hosts):
 def write_to_items(rank: int, world_size: int) -> Any:
     phalanx.init()
     shared = phalanx.share({"tensor": torch.zeros(4096), "array": np.zeros(4096), "records": [np.zeros(8)] * 1000})
-    ranks = phalanx.data.sharing.RankGroup()
+    ranks = RankGroup()
     shared["tensor"] += rank
     shared["array"] += rank
     shared["records"][0][:] = rank

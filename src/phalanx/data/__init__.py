@@ -1,7 +1,7 @@
 """Data for several ranks: samplers, partitions, loaders and seeds. Works with any backend.
 
-Start with `sampler`, then `loader`. `sharing`, with `packing` below it, holds data once per host. Only `parts` and
-`sharing` communicate between ranks, and nothing here computes a step.
+Start with `sampler`, then `loader`. `sharing` holds data once per host, and `handover` carries batches from workers to
+ranks. Only `parts` and `sharing` communicate between ranks, and nothing here computes a step.
 """
 
 from phalanx.data.batches import GlobalBatches
@@ -11,7 +11,7 @@ from phalanx.data.random_state import RandomState
 from phalanx.data.sampler import DistributedSampler
 from phalanx.data.seeds import seed_everything
 from phalanx.data.shards import shard_iterable
-from phalanx.data.sharing import share
+from phalanx.data.sharing.share import share
 
 __all__ = [
     "DataLoader",

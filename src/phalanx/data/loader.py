@@ -15,7 +15,7 @@ from torch.utils import data as torch_data
 
 from phalanx._errors import warn_caller
 from phalanx._torch import shield
-from phalanx.data.handing_over import handed_over
+from phalanx.data.handover.handing_over import handed_over
 from phalanx.data.partition import Partition
 from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size

@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing.reductions import shared_cache
 
 from phalanx._torch import storages
-from phalanx.data.batch_blocks import COUNTS, NEVER
+from phalanx.data.handover.batch_blocks import COUNTS, NEVER
 from phalanx.host.shared_blocks import Address, open_descriptor
 
 

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from phalanx import _env, _settings
 from phalanx._errors import require_linux
 from phalanx._text import complain, in_units
-from phalanx.data.kept import KeptData, path_of_kept
-from phalanx.data.marks import marks
-from phalanx.data.packing import Address, NotPackedError, Region, open_region, pack, skeleton_bytes, unpack
+from phalanx.data.sharing.kept import KeptData, path_of_kept
+from phalanx.data.sharing.marks import marks
+from phalanx.data.sharing.packing import Address, NotPackedError, Region, open_region, pack, skeleton_bytes, unpack
 from phalanx.host.network import host_identity
 from phalanx.wire.rank_group import RankGroup, group_with_this_rank
 

@@ -27,9 +27,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from phalanx import _env
-from phalanx.data.packing import Region, lock, write
+from phalanx.data.sharing.packing import Region, lock, write
 from phalanx.failure.last_words import owner_of
 from phalanx.wire.files import free_pages
+from phalanx.wire.messages import parse_json
 from phalanx.wire.rank_group import RankGroup
 
 _ENTRY = struct.Struct("<32sQQQQ")  # digest of the key, number of the call, place, sizes of object and list of files
@@ -123,7 +124,7 @@ class KeptData:
         ]
 
     def _is_current(self, place: Place) -> bool:
-        sources = json.loads(os.pread(self._fd, place.sources_bytes, place.offset + place.size_bytes))
+        sources = parse_json(os.pread(self._fd, place.sources_bytes, place.offset + place.size_bytes))
         return all(_digest_of(file) == digest for file, digest in sources.items())
 
     def _free(self, place: Place) -> bool:

@@ -2,7 +2,7 @@
 
 A new page costs the kernel more than filling it: a fresh 100 MiB takes as long as five copies. So the worker uses a
 block again once the rank has given it back. No message is needed for that: a block ends with two counts that the rank
-writes. They say how often it has received the block and how often it has given it back (`phalanx.data.received`).
+writes. They say how often it has received the block and how often it has given it back (`received`).
 A block is free if the rank has given it back as often as it was sent, and if no tensor of the worker lies in it.
 
 If the rank keeps batches, their blocks do not come back. The pool then makes others and forgets the oldest, so it never

@@ -32,9 +32,9 @@ import torch
 from torch.utils import data as torch_data
 
 from phalanx._torch.storages import can_share_storages, make_shared_storages_with
-from phalanx.data import received
-from phalanx.data.batch_blocks import BatchBlock, BlockPool, can_hand_over
-from phalanx.data.queues import context_for
+from phalanx.data.handover import received
+from phalanx.data.handover.batch_blocks import BatchBlock, BlockPool, can_hand_over
+from phalanx.data.handover.queues import context_for
 from phalanx.host.shared_blocks import Address
 
 _IN_PICKLE_BYTES = 64 << 10  # fewer bytes pass through the queue's pipe faster than a block is mapped

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.data.shared_list import SharedList, encode
+from phalanx.data.sharing.shared_list import SharedList, encode
 from phalanx.host.shared_blocks import map_privately, path_of, require_room, unnamed_file
 
 PURPOSE = "dataset"
