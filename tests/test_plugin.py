@@ -182,6 +182,10 @@ def test_a_hang_is_told_by_what_phalanx_why_knows_and_by_the_stacks_of_the_test_
     assert re.match(r"rank 1 has not called barrier #1 .* in test_hangs at \S*inner_marked.py:\d+", text), text
     assert "limit 10 s passed" in text
     assert "in test_hangs" in text.partition("--- rank 1:")[2]
+    last = text.rstrip().splitlines()[-1]
+    assert re.fullmatch(r"for a limit other than \S+ s, change @pytest\.mark\.ranks\(2, timeout_s=SECONDS\)", last), (
+        text
+    )
     assert "pluggy" not in text
 
 

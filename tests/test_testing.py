@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.failure.ending import Ending
+from phalanx.failure.last_words import LastWords
 from phalanx.failure.report import first_true_failure
 from phalanx.testing import RankError, await_release, reached, run_ranks, spawn_ranks
 
@@ -250,6 +251,20 @@ def skip_on_one_rank_and_fail_on_the_other(rank, world_size):
 def test_ranks_that_hang_after_the_failure_of_another_are_not_said_to_have_reached_the_limit():
     hung, failed = Ending(rank=0, pid=10, exitcode=-6, hung=True), Ending(rank=1, pid=11, exitcode=3)
     assert "\n  rank 1 failed; hung: ranks [0]" in str(first_true_failure([hung, failed], 4.0))
+
+
+def test_the_headline_of_a_hang_names_the_last_call_on_its_stack():
+    stack = (
+        "Current thread 0x1 (most recent call first):",
+        '  File "/h/a.py", line 3 in f',
+        '  File "/h/a.py", line 9 in g',
+    )
+    hung = Ending(rank=1, pid=10, exitcode=-6, hung=True, last_words=LastWords(lines=stack))
+    assert (
+        str(first_true_failure([hung]))
+        .splitlines()[0]
+        .endswith("hung and was killed at the limit, at /h/a.py:3 [world_size 1]")
+    )
 
 
 def test_a_call_that_the_harness_makes_names_no_line(run_ranks):

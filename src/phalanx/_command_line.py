@@ -80,8 +80,12 @@ class Parser(argparse.ArgumentParser):
             raise self.unknown(unknown[0])
         return given
 
-    def unknown(self, word: str) -> UsageError:
-        """Return the error for a word that the command does not accept."""
+    def unknown(self, word: str, advice: str = "") -> UsageError:
+        """Return the error for a word that the command does not accept.
+
+        Args:
+            advice: Advice about a flag that resembles none of the command's.
+        """
         if not word.startswith("-"):
             return UsageError(f"unexpected argument {word!r}")
         if word == "--version":
@@ -89,7 +93,7 @@ class Parser(argparse.ArgumentParser):
         name = word.partition("=")[0]
         known = [option for option in self._option_string_actions if option.startswith("--") and "_" not in option]
         near = nearest(name, known, cutoff=0.75)  # higher than the default, because the dashes make all flags similar
-        return misspelled(f"unknown flag {name}", name, near)
+        return misspelled(f"unknown flag {name}{f': {advice}' if advice and not near else ''}", name, near)
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's error in the wording of our other messages."""
@@ -100,10 +104,14 @@ class Parser(argparse.ArgumentParser):
             message = message.replace("the following arguments are required:", "missing")
             raise UsageError(message.removeprefix("argument ").replace(": must ", " must "))
         name, _, value = found.groups()
-        action = self._option_string_actions[name]
         if value is not None:
             raise UsageError(f"{name} takes no value, got {value}")
-        raise UsageError(f"{name} needs a value: {name} {action.metavar or action.dest.upper()}")
+        raise self.without_value(name)
+
+    def without_value(self, name: str) -> UsageError:
+        """Return the error for a flag whose value was left out."""
+        action = self._option_string_actions[name]
+        return UsageError(f"{name} needs a value: {name} {action.metavar or action.dest.upper()}")
 
     def refuse(self, error: UsageError, args: Sequence[str]) -> int:
         """Print the usage, the mistake and, if it is known, the call that the user meant; return the exit code."""

@@ -83,6 +83,8 @@ PROMPT_VARIABLE = "PHALANX_PROMPTS"
 """Set by ``phalanx run`` for its ranks: the socket at which it lends its terminal to debuggers; "" if it has none."""
 SURVIVORS_VARIABLE = "PHALANX_SURVIVORS"
 """Set by ``phalanx run`` for its ranks: the socket at which ranks ask to be kept when another rank fails, or ""."""
+COLUMNS_VARIABLE = "PHALANX_COLUMNS"
+"""Set by ``phalanx run`` for its ranks: the width of its terminal without the prefix of their lines; "" if none."""
 PROCESS_VARIABLE = "PHALANX_PROCESS"
 """Set by ``phalanx run`` and `phalanx.spawn` for their ranks: the rank's own pid, see `is_rank`."""
 WARM_VARIABLE = "PHALANX_WARM"
@@ -105,7 +107,7 @@ _OF_LAUNCHES = frozenset(
             EPOCH_VARIABLE,
             SURVIVORS_VARIABLE,
         ),
-        PROCESS_VARIABLE,
+        *(PROCESS_VARIABLE, COLUMNS_VARIABLE),
     }
 )
 LAUNCH_VARIABLES = _OF_LAUNCHES | {f"PHALANX_{flag}" for flag in _FLAGS.split()}

@@ -134,7 +134,7 @@ def _no_command(args: list[str]) -> int:
     try:
         if not args:
             raise UsageError("no command given; phalanx --help lists them")
-        if args[0].endswith(".py"):
+        if args[0].endswith(".py") and not args[0].startswith("-"):
             raise UsageError(f"{args[0]!r} is a script, not a command", args[0], ["run", args[0]])
         if not args[0].startswith("-"):
             near = nearest(args[0], _COMMANDS, cutoff=0.65)  # higher than the default, at which train resembles trace

@@ -272,6 +272,23 @@ def test_a_mistake_is_one_line_and_one_in_the_call_shows_the_usage(saved, ckpt, 
     assert not list(tmp_path.iterdir())
 
 
+def test_the_runs_of_a_folder_are_listed_and_otherwise_named(ckpt, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for run, step in (("runs/a/checkpoints", 1), ("runs/a/checkpoints", 2), ("runs/b", 3)):
+        save(run, {"weight": torch.ones(3)}, step)
+    (tmp_path / "runs/notes.txt").touch()
+    assert ckpt("ls", "runs") == (
+        0,
+        ["run     checkpoints  newest step", "runs/a  2            2", "runs/b  1            3"],
+        "",
+    )
+    code, _, said = ckpt("show", "runs")
+    assert (code, said) == (
+        2,
+        "phalanx ckpt show: 'runs' holds no checkpoint, but the runs in it do; name one: runs/a, runs/b\n",
+    )
+
+
 def test_what_is_damaged_is_neither_shown_nor_exported(damaged, ckpt, tmp_path):
     for args in (["show", damaged, "--step", 20], ["export", damaged, tmp_path / "m.pt", "--step", 20]):
         code, lines, err = ckpt(*args)

@@ -227,6 +227,20 @@ def test_where_none_waits_each_says_what_it_does():
     assert answer() == "no rank of this job runs on this host"
 
 
+def test_where_none_waits_and_some_have_ended_those_that_live_come_first():
+    ended = [Activity(rank, 100 + rank, None, "ended") for rank in (0, 2)]
+    assert answer(ended[0], elsewhere(1), ended[1]) == (
+        "rank 1 has been in load_image at data.py:88 for 41 s; ranks 0 and 2 have ended"
+    )
+
+
+def test_of_a_group_that_some_ranks_make_it_is_said_that_all_must():
+    making = [stacked(rank, "new_group", 9) for rank in (0, 2)]
+    rule = "every rank must call new_group, in the same order, member or not"
+    assert answer(making[0], elsewhere(1), making[1]).endswith(f"; 2 ranks have waited up to 3.0 s for it: {rule}")
+    assert answer(making[0], waits(1), making[1]).endswith(f" in new_group at train.py:9: {rule}")
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.04, "0.0 s"), (9.96, "10.0 s"), (41, "41 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
 )

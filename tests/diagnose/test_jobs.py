@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,8 @@ from phalanx.failure.ending import Ending
 from phalanx.host.processes import process_of, processes_of
 from phalanx.record.box import box_of_process
 from phalanx.rendezvous.launched import Launch, Notes, Started, read_started
+from tests.record.made import Job as Recorded
+from tests.record.made import save
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
 
@@ -356,6 +359,25 @@ def test_the_run_of_this_folder_has_ended_while_jobs_of_the_name_run_elsewhere(t
     subprocess.run([sys.executable, "-m", "phalanx", "run", "twin.py"], cwd=tmp_path, capture_output=True, check=False)
     asked = [sys.executable, "-m", "phalanx", "why", written.format(tmp_path)]
     assert "the run of this folder" in subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("command", ["why", "trace"])
+def test_without_a_name_the_last_run_of_this_folder_comes_before_a_job_of_another(
+    twins, tmp_path, monkeypatch, capsys, command
+):
+    twins[0].kill()
+    twins[0].wait()
+    found = [find_job(str(twins[1].pid))]
+    monkeypatch.setattr(jobs, "find_jobs", lambda: found)
+    run = Path("logs/train/20260101-000000-1")
+    (tmp_path / run / "attempt_0/rank_0").mkdir(parents=True)
+    save(Recorded(2).boxes(5), tmp_path / run / "blackbox/attempt_0")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([command]) == 0
+    elsewhere = f"twin.py (pid {twins[1].pid}) runs in {tmp_path / 'run_2'}"
+    assert capsys.readouterr().err == (
+        f"phalanx {command}: no job of this folder is running; this is its last run, {run}; {elsewhere}\n"
+    )
 
 
 def test_a_job_that_ends_after_it_was_found_is_not_taken_for_one_of_this_folder(twins, tmp_path, monkeypatch):

@@ -185,6 +185,48 @@ def test_a_rank_that_ctrl_c_interrupts_in_a_message_or_while_it_joins_was_waitin
     assert re.fullmatch(after, why(tmp_path, "job.py", "--brief")[0])
 
 
+LEFT_OUT = """
+import torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("phalanx")
+dist.all_reduce(torch.ones(2))
+if dist.get_rank() != 1:
+    dist.new_group(timeout=timedelta(seconds=2))
+"""
+ALL_CALL = "every rank must call new_group, in the same order, member or not"
+
+
+@pytest.mark.parametrize(
+    ("then", "answer"),
+    [
+        (
+            "",
+            r"rank 1 had not begun new_group at job\.py:7; it ended with exit code 0 .*; "
+            r"2 ranks waited for it(, and raised RankFailed)?",
+        ),
+        (
+            "dist.all_reduce(torch.ones(2))",
+            r"rank 1 waited in all_reduce #2 of group 'default' at job\.py:8, "
+            r"while ranks 0 and 2 waited in new_group at job\.py:7",
+        ),
+    ],
+)
+def test_a_new_group_that_a_rank_left_out_is_named_with_its_line(tmp_path, then, answer):
+    assert run(tmp_path, LEFT_OUT + then).returncode == 1
+    assert re.fullmatch(f"{answer}: {ALL_CALL}", why(tmp_path, "job.py", "--brief")[0])
+
+
+def test_a_new_group_that_a_rank_of_a_running_job_leaves_out_is_named(tmp_path):
+    script = LEFT_OUT.replace("seconds=2", "seconds=600") + "else:\n    __import__('signal').pause()\n"
+    (tmp_path / "job.py").write_text(script)
+    with subprocess.Popen([*PHALANX, "run", "--nproc-per-node", "3", "job.py"], cwd=tmp_path) as process:
+        while "new_group" not in (said := printed(tmp_path, "why", "job.py", "--brief")):
+            assert process.poll() is None
+        process.terminate()
+    assert said.startswith("rank 1 has not called new_group at job.py:7; it has been ")
+    assert said.endswith(f": {ALL_CALL}\n")
+
+
 def test_a_rank_that_left_while_its_own_call_was_about_to_begin_is_not_said_not_to_have_called_it(tmp_path):
     run(tmp_path, LEAVES)
     (folder,) = tmp_path.glob("logs/job/*")
@@ -380,6 +422,22 @@ def test_a_trainer_s_folder_without_a_start_stands_for_the_runs_of_its_script(tm
     asked_for = Path("runs/20260101-000000-2")  # with --log-dir runs
     (asked_for / "attempt_0/rank_0").mkdir(parents=True)
     assert (record_of(Path("runs")), record_of(asked_for)) == (Path("runs"), asked_for)
+
+
+def test_of_several_trainers_folders_the_newest_is_taken_and_named(tmp_path):
+    for number, name in enumerate(("a", "b"), 1):
+        run = tmp_path / f"logs/job/20260101-000000-{number}"
+        (run / "attempt_0/rank_0").mkdir(parents=True)
+        save(Job(2).boxes(5), run / "blackbox/attempt_0")
+        record = tmp_path / f"runs/{name}/metrics.jsonl"
+        record.parent.mkdir(parents=True)
+        logs = f"../../logs/job/{run.name}"
+        record.write_text(f'{{"kind": "start", "origin": {{"logs": "{logs}", "hosts": "here"}}}}\n')
+        os.utime(record, (9 - number, 9 - number))
+    for command in ("why", "trace"):
+        done = asked(tmp_path, command, "runs")
+        assert done.stderr == f"phalanx {command}: 'runs' holds 2 runs; this is the newest, runs/a\n"
+    assert "logs/job/20260101-000000-1 has ended" in asked(tmp_path, "why", "runs").stdout
 
 
 def test_a_run_in_which_every_file_is_damaged_is_told_without_them(tmp_path):

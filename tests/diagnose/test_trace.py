@@ -296,6 +296,11 @@ def test_of_runs_without_a_record_an_older_one_is_taken_and_named(tmp_path, monk
     assert capsys.readouterr().err == (
         "phalanx trace: logs/train/20260102-000000-2 has no record, so this is logs/train/20260101-000000-1\n"
     )
+    save(Job(2, seed=1).boxes(5), tmp_path / "logs/train/20260102-000000-2/blackbox/attempt_0")
+    assert cli.main(["trace", "logs"]) == 0
+    assert capsys.readouterr().err == (
+        "phalanx trace: 'logs' holds 2 runs; this is the newest, logs/train/20260102-000000-2\n"
+    )
 
 
 @pytest.mark.parametrize(

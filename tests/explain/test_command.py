@@ -71,6 +71,10 @@ def test_a_terminal_gets_the_entry_formatted():
         ("OSError: [Errno 24] Too many open files", "open-files"),
         ("Address already in use", "port-in-use"),
         ("all_reduce timed out after 30.0 s (phalanx explain timeout)", "timeout"),
+        ("[rank 0] stopped by Ctrl-C: saved after step 32; start again to resume", "ending"),
+        ('stopped by Ctrl-C: saved after step 32; start again with resume="auto" to resume', "ending"),
+        ("Ctrl-C: saving after this step; once more to end at once", "ending"),
+        ("preempted by SIGUSR1: saved after step 237; job 1 is queued again", "ending"),
         ("exit code 1", "exit-1"),
         ("exit code 137", "exit-137"),
         ("exit code: 137", "exit-137"),
@@ -99,6 +103,13 @@ def test_a_log_is_read_from_standard_input(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("epoch 1\nOSError: [Errno 28] No space left on device\nbye\n"))
     code, out, _ = explain(capsys, "-")
     assert (code, out.splitlines()[0]) == (0, "disk-full")
+
+
+def test_a_closed_standard_input_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    code, _, err = explain(capsys, "-")
+    assert code == 2
+    assert err.endswith("phalanx explain: - reads the message from standard input, which is closed\n")
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_a_rank_that_makes_a_group_alone_says_so_and_so_do_the_others(spawn_rank
     printed = capfd.readouterr().err
     head = r"^phalanx: rank 0: new_group at \S+test_deadlocks\.py:\d+ has waited \S+ s for rank 1 \(timeout \S+ s\)$"
     assert re.search(head, printed, re.MULTILINE), printed
-    assert "  rank 1 has not joined\n" in printed
+    assert "  rank 1 has not joined\nCall new_group on every rank, in the same order, member or not.\n" in printed
     assert re.search(r"rank 0 \(pid \d+\) waits in new_group at \S+test_deadlocks\.py:\d+", printed), printed
 
 

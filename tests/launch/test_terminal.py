@@ -75,6 +75,26 @@ def test_a_second_ctrl_c_kills_at_once_and_says_what_was_saved(terminal, does, s
     assert f"phalanx run: SIGINT again: killing 2 ranks at once; {said}\r\n" in screen.shown.replace("\r\n  ", " ")
 
 
+def test_the_note_of_a_rank_that_waits_is_folded_with_its_prefix(terminal, monkeypatch):
+    monkeypatch.setenv("PHALANX_STALL_S", "0.5")
+    screen = terminal(
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("phalanx")
+        def a_function_that_waits_for_the_other_rank():
+            dist.all_reduce(torch.ones(2))
+        if os.environ["RANK"] == "0": signal.pause()
+        a_function_that_waits_for_the_other_rank()
+        """
+    )
+    screen.read_until("(timeout 1800.0 s)")
+    assert longest_line(screen) <= 80
+    assert re.search(r"\[rank 1\]\S* phalanx: rank 1: all_reduce #1 of group 'default' at ", screen.shown)
+    assert re.search(r"\[rank 1\]\S*   \S.*\(timeout 1800\.0 s\)", screen.shown)
+    screen.type("\x03")
+    assert screen.finish() == 130
+
+
 def test_a_ctrl_c_that_a_rank_has_lost_comes_again_and_leaves_no_traceback(terminal):
     """As in a callback of an import, where Python prints the exception and goes on."""
     screen = terminal(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -14,13 +15,14 @@ from typing import Any, NamedTuple
 from phalanx._command_line import Parser, UsageError, misspelled, whole_number
 from phalanx._env import nearest
 from phalanx._errors import printable
-from phalanx._text import columns, complain, counted, in_units, is_terminal, shortened
+from phalanx._text import columns, complain, counted, in_units, is_terminal, listed, shortened
 from phalanx.checkpoint.disk import folder as folders
 from phalanx.checkpoint.disk.folder import Checkpoint, Damaged
 from phalanx.checkpoint.disk.retention import verify
 from phalanx.checkpoint.state.unpacking import KINDS_OF_MAPPINGS, Json, pairs_of, unpack
 from phalanx.wire.files import open_regular
 
+_MOST_RUNS = 6  # number of runs that a message names
 _LENGTH_BYTES = 8  # a file begins with the length of its header, an integer of this size
 
 
@@ -51,7 +53,7 @@ def main(args: Sequence[str]) -> int:
     parser = _parser(name)
     try:
         if name and name not in _COMMANDS and not name.startswith("-"):
-            raise misspelled(f"unknown command {name!r}", name, nearest(name, _COMMANDS))
+            raise _no_command(args)
         given = parser.parse_args(args[1:] if name in _COMMANDS else args)
         if name not in _COMMANDS:
             raise UsageError("no command given")
@@ -65,6 +67,16 @@ def main(args: Sequence[str]) -> int:
     except OSError as error:
         complain(printable(f"{parser.prog}: {error.filename or ''}: {error.strerror}"))
     return 2
+
+
+def _no_command(args: Sequence[str]) -> UsageError:
+    """Return the error for a first word that is no command."""
+    name, *folders_given = args
+    if os.path.isdir(name):
+        said = f"{name!r} is a folder, not a command"
+        return UsageError(said) if folders_given else UsageError(said, name, ["ls", name])
+    error = misspelled(f"unknown command {name!r}", name, nearest(name, _COMMANDS))
+    return error if folders_given else UsageError(str(error))  # the corrected call would lack its folder
 
 
 def _parser(name: str) -> Parser:
@@ -98,7 +110,8 @@ def _find_steps(path: str, step: int | None = None) -> tuple[str, list[int]]:
     """Return the folder of the checkpoints that `path` names, and their steps; a given `step` must be one of them."""
     path, published = folders.find_steps(path)
     if not published:
-        raise _Mistake(folders.say_missing(path))
+        runs = listed([run for run, _ in _runs_in(path)], _MOST_RUNS)
+        raise _Mistake(f"{path!r} holds no checkpoint, but the runs in it do; name one: {runs}")
     if step is not None and step not in published:
         raise _Mistake(f"{path!r} has no checkpoint of step {step}; it has steps {', '.join(map(str, published))}")
     return path, published
@@ -132,7 +145,7 @@ def _ls(given: argparse.Namespace) -> int:
     folder, published = folders.find_steps(given.folder)
     under_way = folders.steps_under_way(folder)
     if not published and not under_way:
-        raise _Mistake(folders.say_missing(folder))
+        return _ls_runs(folder)
     rows = []
     for step in published:
         try:
@@ -147,6 +160,29 @@ def _ls(given: argparse.Namespace) -> int:
     rows += [[str(step), "", "", "", "", "being saved by another process"] for step in under_way]
     _print_table(["step", "saved", "size", "ranks", "metric", "state"], rows)
     return 0
+
+
+def _ls_runs(folder: str) -> int:
+    """List the runs in a folder that has no checkpoints of its own."""
+    rows = [[run, str(len(published)), str(published[-1])] for run, published in _runs_in(folder)]
+    _print_table(["run", "checkpoints", "newest step"], rows)
+    return 0
+
+
+def _runs_in(folder: str) -> list[tuple[str, list[int]]]:
+    """Return the subfolders with checkpoints, and their steps.
+
+    Raises:
+        _Mistake: There are none.
+    """
+    runs = []
+    for path in sorted(os.path.join(folder, name) for name in (os.listdir(folder) if os.path.isdir(folder) else ())):
+        with contextlib.suppress(OSError):  # it is no folder, or can't be read
+            if published := folders.find_steps(path)[1]:
+                runs.append((path, published))
+    if not runs:
+        raise _Mistake(folders.say_missing(folder))
+    return runs
 
 
 def _show(given: argparse.Namespace) -> int:

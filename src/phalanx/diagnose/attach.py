@@ -42,7 +42,11 @@ def main(argv: Sequence[str]) -> int:
         "--job", metavar="JOB|PID", default="", help="run folder of the job, or the pid of phalanx run or of a rank"
     )
     try:
-        given = parser.parse_args(argv)
+        given, more = parser.parse_known_args(argv)
+        if len(more) == 1 and not more[0].startswith("-") and not given.job:
+            raise UsageError(f"{more[0]!r} is no rank: --job names the job", more[0], ["--job", more[0]])
+        if more:
+            raise parser.unknown(more[0])
     except UsageError as error:
         return parser.refuse(error, argv)
     try:

@@ -105,6 +105,11 @@ class Job:
         return not self.launcher_pid and not self.ranks
 
     @property
+    def pid(self) -> int:
+        """Pid by which a user can name a job that runs: its launcher's, else its first rank's."""
+        return self.launcher_pid or self.ranks[0].pid
+
+    @property
     def waits(self) -> str:
         """Why no rank of the job runs here, as a sentence."""
         return f"no rank of {self.name} runs here yet ({self.launcher}, pid {self.launcher_pid}): {self.state}"
@@ -211,7 +216,7 @@ def match_jobs(wanted: str, has_notes: bool = False) -> Matches:
     whose = "that phalanx has started for this user" if has_notes else "of this user"
     if found:
         several = f"several jobs{name} {whose} are running on this host"
-        example = f"{'--job ' * has_notes}{found[-1].launcher_pid or found[-1].ranks[0].pid}"
+        example = f"{'--job ' * has_notes}{found[-1].pid}"
         return Matches(tuple(found), f"{several}; name one by its pid, such as {example}:{_table(found)}")
     others = f"; these are:{_table(jobs)}" if jobs else ""
     return Matches((), f"no job{name} {whose} is running on this host{others}")
@@ -273,11 +278,10 @@ def _table(jobs: Sequence[Job]) -> str:
     """
     rows = []
     for job in jobs:
-        pid = job.launcher_pid or job.ranks[0].pid
-        process = process_of(pid)
+        process = process_of(job.pid)
         begun = time.localtime(time.time() - process.age_s) if process is not None else None
         since = time.strftime("%b %d %H:%M", begun) if begun is not None else ""
-        rows.append((str(pid), shortened(job.name, _SCRIPT_WIDTH), job.cwd, job.launcher, since))
+        rows.append((str(job.pid), shortened(job.name, _SCRIPT_WIDTH), job.cwd, job.launcher, since))
     titles = ("pid", "script", "folder", "started by", "since")
     taken = sum(max(map(len, column)) for at, column in enumerate(zip(titles, *rows, strict=True)) if at != _FOLDER)
     room = _TABLE_WIDTH - taken - 2 * len(titles)  # two blanks before each column
@@ -290,8 +294,7 @@ def told_where(job: Job, wanted: str) -> str:
     if wanted.isdecimal() or os.sep in wanted or not job.is_elsewhere or not job.cwd:
         return ""
     what = repr(wanted) if wanted else "job"
-    pid = job.launcher_pid or job.ranks[0].pid
-    return f"no {what} of this folder is running; this is {job.name} (pid {pid}) in {job.cwd}"
+    return f"no {what} of this folder is running; this is {job.name} (pid {job.pid}) in {job.cwd}"
 
 
 def find_ranks(wanted: str, has_notes: bool = False) -> Job:

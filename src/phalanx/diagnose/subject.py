@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx._errors import printable
+from phalanx._text import counted
 from phalanx.diagnose.jobs import Job, match_jobs, running_in
 from phalanx.failure.ends import load_reason
 from phalanx.host.processes import command_of
@@ -19,6 +20,7 @@ from phalanx.wire.files import open_regular
 from phalanx.wire.messages import parse_json
 from phalanx.wire.waiting import wait_until
 
+_METRICS = "metrics.jsonl"  # in a Trainer's folder
 _BEGINS_S, _LOOK_EVERY_S = 1.0, 0.02
 _TAIL_BYTES = 256 << 10
 
@@ -28,27 +30,28 @@ class Run(NamedTuple):
 
     Attributes:
         is_newest: Whether the run was chosen because it is the newest, rather than named by the user.
+        passed_over: Line that names the jobs that run in other folders; empty if no such job fits.
     """
 
     folder: Path
     is_newest: bool
+    passed_over: str = ""
 
 
 def subject_of(wanted: str) -> Job | Run:
     """Return the running job that a user means, or else the ended run.
 
-    If a job of that name runs in another folder, and a run of that name has ended in this folder, the ended run is
-    meant.
+    If the jobs that fit run in other folders, and a run that fits has ended in this folder, the ended run is meant.
 
     Args:
-        wanted: Script, module, pid or folder as the user has typed it; empty for the only job, or else the last run.
+        wanted: Script, module, pid or folder as the user has typed it; empty for any.
 
     Raises:
         LookupError: Nothing fits, or several jobs do.
     """
     if os.path.isdir(wanted) and not is_run(Path(wanted)):
         # A job that has just started is not yet named in the Trainer's folder.
-        if (running := running_in(wanted)) is not None:
+        if not _trainers_in(Path(wanted)) and (running := running_in(wanted)) is not None:
             return running
         wanted = str(record_of(Path(wanted)))
     found = match_jobs(wanted)
@@ -56,7 +59,7 @@ def subject_of(wanted: str) -> Job | Run:
     if job is not None and (wanted.isdecimal() or job.script == os.path.realpath(wanted)):
         return job
     if (own := _own_run(wanted, found.jobs)) is not None:
-        return Run(own, is_newest=True)
+        return Run(own, is_newest=True, passed_over=_passed_over(own, wanted, found.jobs))
     if job is None and not found.jobs:
         if wanted and is_run(Path(wanted)):
             return Run(Path(wanted), is_newest=False)
@@ -115,12 +118,39 @@ def last_run_of(wanted: str) -> Path | None:
 
 
 def _own_run(wanted: str, jobs: Sequence[Job]) -> Path | None:
-    """Return the last run of a script in this folder if jobs of that name run, but only in other folders; else None."""
-    if not wanted or not jobs or not all(job.is_elsewhere for job in jobs):
+    """Return the last run of a script in this folder if jobs of that name run, but only in other folders; else None.
+
+    Args:
+        wanted: Script; empty for any script.
+    """
+    if not jobs or not all(job.is_elsewhere for job in jobs):
         return None
     own = last_run_of(wanted)
     is_theirs = own is not None and os.path.realpath(own) in [os.path.realpath(job.folder) for job in jobs]
     return None if is_theirs else own
+
+
+def _passed_over(own: Path, wanted: str, jobs: Sequence[Job]) -> str:
+    """Return a line that says why the run `own` was taken, and which jobs of other folders were not."""
+    elsewhere = f"{counted(len(jobs), 'job')} of other folders: phalanx top shows them"
+    if len(jobs) == 1 and jobs[0].pids:
+        elsewhere = f"{jobs[0].name} (pid {jobs[0].pid}) runs in {jobs[0].cwd}"
+    what = repr(wanted) if wanted else "job"
+    return f"no {what} of this folder is running; this is its last run, {own}; {elsewhere}"
+
+
+def told_newest(wanted: str) -> str:
+    """Return a line that names the newest of several Trainers' folders in a folder; empty if it holds none."""
+    if not os.path.isdir(wanted) or not (found := _trainers_in(Path(wanted))):
+        return ""
+    return f"{wanted!r} holds {counted(len(found), 'run')}; this is the newest, {found[-1]}"
+
+
+def _trainers_in(folder: Path) -> list[Path]:
+    """Return the Trainers' folders in a folder that is neither one itself nor a run's, the last written last."""
+    if is_run(folder) or (folder / _METRICS).exists():
+        return []
+    return [path.parent for path in sorted(folder.glob(f"*/{_METRICS}"), key=lambda path: path.stat().st_mtime)]
 
 
 def is_run(path: Path) -> bool:
@@ -139,6 +169,7 @@ def ended_ago_s(folder: Path) -> float:
 def record_of(folder: Path) -> Path:
     """Return the folder of the run, or of the runs, that belong to a Trainer's folder; else `folder`.
 
+    If `folder` holds several Trainers' folders, the newest is meant.
     The last start in the Trainer's metrics names the run. If the metrics record no start, the script is assumed to have
     the folder's name.
 
@@ -147,6 +178,7 @@ def record_of(folder: Path) -> Path:
     """
     if is_run(folder):
         return folder
+    folder = next(reversed(_trainers_in(folder)), folder)
     if (launch := _launch_of_run(folder)) is not None:
         return launch
     beside = Path(logs_beside(str(folder)))
@@ -160,7 +192,7 @@ def _launch_of_run(folder: Path) -> Path | None:
         LookupError: The run is not here, because the job ran in another file system.
     """
     logs = host = ""
-    with contextlib.suppress(OSError), open_regular(folder / "metrics.jsonl") as file:
+    with contextlib.suppress(OSError), open_regular(folder / _METRICS) as file:
         for line in _lines_backwards(file):
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 if b'"start"' in line and (told := parse_json(line))["kind"] == "start":

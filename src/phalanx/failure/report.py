@@ -16,7 +16,7 @@ from phalanx._text import named, shortened, signal_name
 from phalanx.failure.ending import Ending, RankError, alike, find_culprit
 from phalanx.failure.folding import COLUMNS, ROWS, fold, num_rows, short_path
 from phalanx.failure.hints import explanation_for, hint_for
-from phalanx.failure.last_words import owner_of
+from phalanx.failure.last_words import owner_of, site_of
 from phalanx.failure.tracebacks import find_last_block
 from phalanx.failure.victims import is_victim
 from phalanx.record.notes import words_of_checkpoints
@@ -123,8 +123,9 @@ def heads(culprit: Ending, outcomes: Sequence[Ending], timeout_s: float) -> list
 def headline(culprit: Ending) -> str:
     """Return which rank ended, and how; for an exception, also where, and the source line if there is no message."""
     words = culprit.last_words
-    path, _, number = words.site.rpartition(":")
-    if culprit.error is None or not path or owner_of(path):
+    site = site_of(words.lines[::-1]) if culprit.hung else words.site  # the stack of a hang begins with its last call
+    path, _, number = site.rpartition(":")
+    if (culprit.error is None and not culprit.hung) or not path or owner_of(path):
         return str(culprit)
     said = str(culprit)
     if not words.message and (source := _source_at(words.lines, path, number)):

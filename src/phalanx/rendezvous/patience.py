@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 
+from phalanx.failure.notices import notice
 from phalanx.rendezvous.asked import Asked
 
 _FIRST_S = 5.0
@@ -61,5 +61,5 @@ class Patience:
                 advice = f"{launcher} is starting all ranks; phalanx why shows what each is doing"
             waited_s = time.monotonic() - self._began_s
             text = f"phalanx: {self._asked.name} has waited {waited_s:.0f} s for {whom}. {advice}"
-            print(f"{text} (timeout {self._asked.timeout_s:g} s)\n", end="", file=sys.stderr, flush=True)  # one write
+            notice([f"{text} (timeout {self._asked.timeout_s:g} s)"])
             next_s *= _FACTOR

@@ -15,6 +15,7 @@ import threading
 
 from phalanx._errors import Failure
 from phalanx.backend.deadlines import ANSWER_S, ASK_WHY_S
+from phalanx.failure.notices import notice
 from phalanx.record import writer
 from phalanx.record.box import ANSWER
 
@@ -55,4 +56,4 @@ def _ask(key: tuple[str, str, int]) -> None:
         if done.returncode == 0 and (sentence := done.stdout.strip()):
             _answers[key] = sentence
             writer.note(f"{ANSWER}{sentence}")
-            print(f"{ANSWER}{sentence}", file=sys.stderr, flush=True)
+            notice([f"{ANSWER}{sentence}"])

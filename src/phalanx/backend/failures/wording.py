@@ -9,9 +9,7 @@ written for people. A failure received from another process is checked against t
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +19,7 @@ from phalanx._text import enumerated, joined, plural, signal_name
 from phalanx.backend.failures.abort_hooks import run_hooks_of
 from phalanx.backend.failures.answer import answer_to, ask_about, is_first
 from phalanx.debugging import HELD_BY
+from phalanx.failure.notices import notice
 from phalanx.record import writer
 from phalanx.record.box import FAILED
 from phalanx.record.sites import IN_THREAD
@@ -48,6 +47,7 @@ _NEW_GROUP = (
     "for a call under a condition (if rank == 0)."
 )
 _OTHER_GROUPS = f"These ranks wait in groups of different names, which never meet. {_NEW_GROUP}"
+_ALL_CALL = "Call new_group on every rank, in the same order, member or not."
 _TRANSMIT_ALIKE = "Make input_split_sizes[j] of rank i equal output_split_sizes[i] of rank j."
 _LISTS_ALIKE = "Give every rank a list of the same sizes."
 _MEETINGS = {"join": "", "reconfigure": "reconfigure", "shrink": "shrink_group"}
@@ -95,14 +95,11 @@ def report_stall(failure: Failure, waited_s: float) -> None:
     if _reported.get(failure.group) == call and not is_first(failure):
         return
     _reported[failure.group] = call
-    missing = several(failure.culprits)
-    lines = [
-        f"phalanx: {_head(failure)} has waited {waited_s:.1f} s for {missing} (timeout {failure.timeout_s or 0:.1f} s)",
-        *_stuck(failure),
-    ]
-    writer.note(lines[0])
-    with contextlib.suppress(OSError, ValueError):  # stderr is closed
-        print("\n".join([*lines, ""]), end="", file=sys.stderr, flush=True)  # one write: ranks share the stream
+    missing, stuck = several(failure.culprits), _stuck(failure)
+    head = f"{_head(failure)} has waited {waited_s:.1f} s for {missing} (timeout {failure.timeout_s or 0:.1f} s)"
+    advice = [_ALL_CALL] if _makes_group(failure) and _OTHER_GROUPS not in stuck else []
+    writer.note(f"phalanx: {head}")
+    notice([f"phalanx: {head}", *stuck, *advice])
     ask_about(failure, waited_s)
 
 
@@ -342,9 +339,14 @@ def _advice(failure: Failure) -> str:
     """Return what to do about ranks that did not arrive within the timeout."""
     if failure.op == "wait_signal":
         return _NO_SIGNAL
-    # If all missing ranks wait in new_group, they wait there for one of the ranks that wait here.
-    makes_group = failure.standings and all(stand.waits_in.startswith("new_group") for stand in failure.standings)
-    return _NEW_GROUP if makes_group else _LATER
+    return _NEW_GROUP if _makes_group(failure) else _LATER
+
+
+def _makes_group(failure: Failure) -> bool:
+    """Whether this rank waits in new_group, or all missing ranks do, which then wait there for ranks that wait here."""
+    if failure.op == "join":
+        return join_call(failure.group) == "new_group"
+    return bool(failure.standings) and all(stand.waits_in.startswith("new_group") for stand in failure.standings)
 
 
 def _came_late(failure: Failure) -> str:

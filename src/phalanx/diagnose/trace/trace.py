@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from phalanx._command_line import Parser, UsageError
 from phalanx._errors import printable
 from phalanx._text import broken, complain, counted, in_units
 from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, NoRank, running_in, told_where
-from phalanx.diagnose.subject import Run, newest_run, record_of, subject_of
+from phalanx.diagnose.subject import Run, newest_run, record_of, subject_of, told_newest
 from phalanx.diagnose.trace.perfetto import merged, write_trace
 from phalanx.host.processes import off_limits
 from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
@@ -40,7 +40,7 @@ def main(args: Sequence[str]) -> int:
         nargs="*",
         metavar="RUN | JOB | PID",
         help="folder of a run or of a Trainer, or several, one from each host; a job's name or any of its process ids "
-        "(default: the job that runs on this host, or the last run)",
+        "(default: the job or the last run of this folder, or the one job of this host)",
     )
     parser.add_argument(
         "--seconds",
@@ -111,6 +111,8 @@ def _boxes(what: Sequence[str], seconds: float | None) -> tuple[list[Box], dict[
         if len(what) > 1:
             raise UsageError(f"{what[0]!r} is not a run's folder; several arguments must all be folders")
         return _named("".join(what), seconds)
+    for line in filter(None, map(told_newest, what)):
+        _say(line)
     if len(folders) < len(what):
         raise UsageError(f"{next(one for one in what if not os.path.isdir(one))!r} is not a run's folder")
     if len(what) == 1 and (running := running_in(str(folders[0]))) is not None:
@@ -123,7 +125,8 @@ def _named(wanted: str, seconds: float | None) -> tuple[list[Box], dict[str, Ahe
     subject = subject_of(wanted)
     if isinstance(subject, Run):
         saved = _saved([subject.folder], seconds)
-        _say(f"no {repr(wanted) if wanted else 'job'} is running; this is the last run here, {subject.folder}")
+        here = f"no {repr(wanted) if wanted else 'job'} is running; this is the last run here, {subject.folder}"
+        _say(subject.passed_over or here)
         return saved
     if where := told_where(subject, wanted):
         _say(where)
@@ -189,16 +192,18 @@ def _newest_attempt(folder: Path) -> Path:
         if found:
             newest = max(found, key=_age)
             if pattern.startswith("*/"):
-                _tell_of_newer(newest.parent.parent, folder)
+                _tell_which(newest.parent.parent, folder, {path.parent.parent for path in found})
             return newest
     raise LookupError(f"no black box in {str(folder)!r}: they are saved when an attempt of phalanx run is over")
 
 
-def _tell_of_newer(taken: Path, folder: Path) -> None:
-    """Say which run is used if a newer run has no record, because it still runs or its launcher was killed."""
+def _tell_which(taken: Path, folder: Path, others: Collection[Path]) -> None:
+    """Say which of several runs is used. A newer run has no record if it still runs or its launcher was killed."""
     newest = newest_run(folder)
     if newest is not None and newest.name > taken.name:
         _say(f"{newest} has no record, so this is {taken}")
+    elif len(others) > 1:
+        _say(f"{str(folder)!r} holds {counted(len(others), 'run')}; this is the newest, {taken}")
 
 
 def _age(attempt: Path) -> tuple[float, int]:

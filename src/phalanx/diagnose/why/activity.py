@@ -40,6 +40,8 @@ _SLEEPING = "SDI"
 _SOON_S = 1.0  # a sleep that began this soon after the last operation was not interrupted since then
 _JOINS = {"join": ("threading.py",), "result": ("_base.py",), "wait": ("_base.py",)}
 
+JOINING = ("init_process_group", "new_group")
+"""Calls in which ranks meet to make a group."""
 _READING = ("", "read", "select", "pselect6", "poll", "ppoll")
 """System calls in which a prompt waits for input; "" stands for an unknown system call."""
 
@@ -248,7 +250,8 @@ def _call(look: Look, main: Thread | None, has_recorded: bool) -> Call | None:
     found = _recorded(look) if has_recorded else None
     if found is None and main is not None and (told := _call_on(main, look)) is not None:
         is_hidden = told.is_message or (look.box is not None and any(one.kind == "call" for one in look.box.events))
-        found = told if not has_recorded or (is_hidden and look.stand.state in _SLEEPING) else None
+        is_hidden = is_hidden and look.stand.state in _SLEEPING
+        found = told if not has_recorded or told.op in JOINING or is_hidden else None  # no box shows a wait to join
     return found
 
 
@@ -341,7 +344,8 @@ def _call_on(thread: Thread, look: Look) -> Call | None:
         elif rest and not library and ".wait(" in _source(rest[0], look.pid) and look.stand.call == "futex":
             op = "wait"
     still_s = look.stand.still_s
-    if op == "init_process_group" and look.stand.call == "nanosleep":  # it polls until all ranks have joined
+    polls = look.stand.call == "nanosleep" or any(frame.name == "wait_until" for frame in library)
+    if op in JOINING and polls:  # until all ranks have joined
         still_s = None
     return Call(op, site, since_s=still_s, since_is_least=still_s is not None) if op else None
 

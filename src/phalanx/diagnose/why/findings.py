@@ -97,7 +97,7 @@ def find(activities: Sequence[Activity], world_size: int = 0) -> Finding:
     """
     waiting = [doing for doing in activities if doing.call is not None and not doing.is_halted]
     if not waiting:
-        halted = tuple(doing.rank for doing in activities if doing.is_halted)
+        halted = tuple(doing.rank for doing in activities if doing.is_halted and doing.how != "ended")
         return Finding("halted" if halted else "apart", halted)
     found = _of_waiting(waiting, activities, world_size)
     timed = [

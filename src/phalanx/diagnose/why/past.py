@@ -155,9 +155,10 @@ def _rank(rank: int, logs: Path, saved: _Saved | None, end: Ending | None) -> Ra
     how_found = "silent" if box else "unreadable" if problem else "unrecorded"
     doing = dataclasses.replace(activity_of(rank, look), how=how_found, since_s=None)
     if words.kind and _has_waited(words):  # an exception ended its wait for others
-        doing = dataclasses.replace(doing, call=doing.call or _last_wait(box) or _call(words), gave_up=words.name)
+        wait = doing.call or _cut_short(words, box) or _last_wait(box) or _call(words)
+        doing = dataclasses.replace(doing, call=wait, gave_up=words.name)
     elif words.name == _INTERRUPT and (end is None or end.ended_by_us):  # Ctrl-C: show what it was doing
-        call = doing.call or _interrupted_in(words, box)
+        call = doing.call or _cut_short(words, box)
         doing = dataclasses.replace(doing, how="interrupted", call=call, frame=_frame(words.site))
     elif words.kind:
         doing = dataclasses.replace(
@@ -205,10 +206,10 @@ def _last_wait(box: Box | None) -> Call | None:
     return call_of(last, last.ended_ns)
 
 
-def _interrupted_in(words: LastWords, box: Box | None) -> Call | None:
-    """Return the operation of torch.distributed that Ctrl-C interrupted, by the traceback; None if there is none.
+def _cut_short(words: LastWords, box: Box | None) -> Call | None:
+    """Return the operation of torch.distributed that an exception ended, by its traceback; None if there is none.
 
-    The box does not show it as unfinished, because the interrupt ended the operation.
+    The box does not show it as unfinished, and a call that makes a group not at all.
     """
     op = ""
     for path, function in (found.groups() for line in words.lines if (found := _FRAME.match(line))):
@@ -219,7 +220,7 @@ def _interrupted_in(words: LastWords, box: Box | None) -> Call | None:
     if not op:
         return None
     last, frame = _last_wait(box), _frame(words.site)
-    if last is not None and last.site and words.site.endswith(last.site):
+    if last is not None and (words.site.endswith(last.site) if last.site else last.op == op):
         return last
     return Call(op, frame.site if frame else "")
 

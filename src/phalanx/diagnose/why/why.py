@@ -19,7 +19,7 @@ from pathlib import Path
 from phalanx._command_line import Parser, UsageError
 from phalanx._errors import printable
 from phalanx._text import broken, complain, duration, enumerated, is_terminal, listed, plural
-from phalanx.diagnose.subject import Run, ended_ago_s, subject_of
+from phalanx.diagnose.subject import Run, ended_ago_s, subject_of, told_newest
 from phalanx.diagnose.why import workers
 from phalanx.diagnose.why.activity import activity_of
 from phalanx.diagnose.why.clauses import clause, ranks
@@ -50,7 +50,7 @@ def main(args: Sequence[str]) -> int:
         default="",
         metavar="JOB | PID | RUN",
         help="script of a job that runs or has run, one of its processes, a run's folder, or a "
-        "Trainer's (default: the one job, or the last run)",
+        "Trainer's (default: the job or the last run of this folder, or the one job of this host)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(
@@ -86,6 +86,8 @@ def _examine(wanted: str) -> tuple[Evidence, Finding]:
     """
     deadline_s = time.monotonic() + _TIME_S
     subject = subject_of(wanted)
+    if note := told_newest(wanted) or (subject.passed_over if isinstance(subject, Run) else ""):
+        complain(printable(f"phalanx why: {note}"))
     if isinstance(subject, Run):
         evidence = evidence_of(subject)
         return evidence, conclude(evidence)

@@ -10,7 +10,7 @@ from phalanx._text import columns, counted, duration, enumerated, plural, shorte
 from phalanx.debugging import AT_BREAKPOINT
 from phalanx.diagnose.jobs import NO_JOB
 from phalanx.diagnose.stacks import Thread
-from phalanx.diagnose.why.activity import Activity, Call
+from phalanx.diagnose.why.activity import JOINING, Activity, Call
 from phalanx.diagnose.why.clauses import MOMENT_S, NAMES, NO_TIME_S, call_text, clause, ranks
 from phalanx.diagnose.why.evidence import Evidence
 from phalanx.diagnose.why.findings import Finding
@@ -18,6 +18,7 @@ from phalanx.failure.losses import Loss, sign_of, who_of, words_of
 from phalanx.host.processes import off_limits
 
 _SAME_CALLS = "all ranks of a group must make the same calls in the same order"
+_SAME_GROUPS = "every rank must call new_group, in the same order, member or not"
 
 
 def answer(evidence: Evidence, finding: Finding) -> str:
@@ -57,7 +58,8 @@ def _absent(finding: Finding, culprits: list[Activity], activities: list[Activit
     assert finding.call is not None
     have = _have(finding, len(culprits))
     not_done = f"{ranks(finding.culprits)} {have} not {_missing(finding, finding.call, activities)}"
-    return "; ".join([not_done, *_each(culprits), _wait(finding, activities)])
+    said = "; ".join([not_done, *_each(culprits), _wait(finding, activities)])
+    return f"{said}: {_SAME_GROUPS}" if finding.call.op == "new_group" else said
 
 
 def _missing(finding: Finding, call: Call, activities: Sequence[Activity]) -> str:
@@ -128,7 +130,8 @@ def _differ(finding: Finding, culprits: list[Activity], activities: list[Activit
         f"{ranks((doing.rank,))} {waits} in {call_text(doing.call, True)}" for doing in culprits[:3] if doing.call
     ]
     found = f"{'; '.join(theirs)}, while {_waiting(finding, ranks(finding.waiters))}"
-    return found if _may_run(finding) else f"{found}: {_SAME_CALLS}"
+    makes_group = any(doing.call is not None and doing.call.op == "new_group" for doing in activities)
+    return found if _may_run(finding) else f"{found}: {_SAME_GROUPS if makes_group else _SAME_CALLS}"
 
 
 def _circle(finding: Finding, culprits: list[Activity], activities: list[Activity]) -> str:
@@ -153,7 +156,7 @@ def _together(finding: Finding, culprits: list[Activity], activities: list[Activ
     if finding.is_over:
         return f"{_all(finding.waiters, was=True)} in {call}, and no rank was missing: data was under way"
     found = f"{_all(finding.waiters)} in {call}, and no rank is missing"
-    if finding.call.op in ("init_process_group", "new_group"):
+    if finding.call.op in JOINING:
         return f"{found}: they are making a group"
     if finding.call.seq:
         return f"{found}: they are exchanging data, or the network between hosts is slow"
@@ -191,6 +194,10 @@ def _apart(finding: Finding, culprits: list[Activity], activities: list[Activity
     if len(activities) == 1:
         (doing,) = activities
         return f"{f'rank {doing.rank}' if doing.rank >= 0 else f'pid {doing.pid}'} {clause(doing)}"
+    if ended := [doing for doing in activities if doing.how == "ended"]:
+        living = [f"rank {doing.rank} {clause(doing)}" for doing in activities if doing.how != "ended"]
+        have = "has" if len(ended) == 1 else "have"
+        return "; ".join([*living[:3], f"{ranks([doing.rank for doing in ended])} {have} ended"])
     same = len({(doing.how, doing.frame) for doing in activities}) == 1
     each = [f"{'each' if same else f'rank {doing.rank}'} {clause(doing)}" for doing in activities]
     known = f"no rank {_waits(finding)} for another"
@@ -220,7 +227,7 @@ def words_of_loss(loss: Loss) -> str:
 
 def caution(finding: Finding) -> str:
     """Return a warning that a finding may mean nothing; "" if there is no reason for one."""
-    is_joining = finding.kind == "together" and finding.call is not None and finding.call.op == "init_process_group"
+    is_joining = finding.kind == "together" and finding.call is not None and finding.call.op in JOINING
     if finding.since_s is None and is_joining:
         return "The job may well be running. Ask again to be sure."
     if finding.since_s is None or not _may_run(finding) or finding.alone_s is not None:

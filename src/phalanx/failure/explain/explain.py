@@ -53,7 +53,7 @@ def main(args: Sequence[str]) -> int:
         if not given.words:
             print("\n".join(_list(language)))
             return 0
-        text = sys.stdin.read() if given.words == ["-"] else " ".join(given.words)
+        text = _standard_input() if given.words == ["-"] else " ".join(given.words)
         name, near = _find(text)
     except UsageError as error:
         return parser.refuse(error, args)
@@ -61,6 +61,12 @@ def main(args: Sequence[str]) -> int:
     if near:
         print(f"\n{_SEE_ALSO[language]} {', '.join(near)}")
     return 0
+
+
+def _standard_input() -> str:
+    if sys.stdin is None:
+        raise UsageError("- reads the message from standard input, which is closed")
+    return sys.stdin.read()
 
 
 def _find(text: str) -> tuple[str, list[str]]:

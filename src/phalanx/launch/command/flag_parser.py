@@ -46,7 +46,8 @@ def read_flags(
         UsageError: A flag is unknown, lacks its value or has a wrong value.
         SystemExit: The user asked for the help, which has been printed.
     """
-    given, target = _parse(parser or run_parser(), argv)
+    parser = parser or run_parser()
+    given, target = _parse(parser, argv)
     settings = {}
     for name, flag in (FLAGS | {flag.name: flag for flag in also}).items():
         variables = () if flag in also else flag.variables
@@ -58,6 +59,8 @@ def read_flags(
         try:
             settings[name] = Setting(flag.parse(text), origin)
         except ValueError as error:
+            if name in given and _is_script(text):
+                raise _swallowed(parser, origin, text) from None
             raise UsageError(f"{origin} {error}, got {text!r}") from None
     return settings, target
 
@@ -110,16 +113,28 @@ def _parse(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, tuple[str, st
         if not found or f"{found[:2]} takes no value" not in str(error):
             raise
         unknown = [found]
-    if unknown:
-        word = unknown[0].partition("=")[0]
-        name = word.replace("_", "-")
-        if name not in _ELSEWHERE:
-            raise parser.unknown(unknown[0])
+    if unknown and (name := unknown[0].partition("=")[0].replace("_", "-")) in _ELSEWHERE:
         meant = [_NUM_RANKS] if name in _NUM_RANKS_ELSEWHERE else ()
-        raise UsageError(f"unknown flag {name}: {_ELSEWHERE[name]}", word if meant else "", meant)
+        raise UsageError(
+            f"unknown flag {name}: {_ELSEWHERE[name]}", unknown[0].partition("=")[0] if meant else "", meant
+        )
     given = vars(namespace)
     target = given.pop(_TARGET)
+    taken = next(((name, text) for name, text in given.values() if _is_script(text)), None)
+    if taken is not None and (unknown or not target):
+        raise _swallowed(parser, *taken)
+    if unknown:
+        raise parser.unknown(unknown[0], "a flag of the script comes after the script")
     return given, target[1:] if target[:1] == ["--"] else target
+
+
+def _is_script(text: str) -> bool:
+    return text.endswith(".py")
+
+
+def _swallowed(parser: Parser, name: str, script: str) -> UsageError:
+    """Return the error for a flag whose value was left out, so that the script counts as the value."""
+    return UsageError(f"{parser.without_value(name)}, got the script {script!r}")
 
 
 def _spellings(flags: Sequence[Flag]) -> dict[str, Flag]:

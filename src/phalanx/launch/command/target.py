@@ -26,6 +26,10 @@ def command_of(target: Sequence[str], *, module: str, no_python: bool) -> tuple[
     """
     if not target:
         raise UsageError("no script given")
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder has been removed: cd to another") from None
     if no_python:
         _check_program(target)
         return tuple(target)
@@ -33,11 +37,19 @@ def command_of(target: Sequence[str], *, module: str, no_python: bool) -> tuple[
         package = target[0].split(".")[0]
         if target[0].endswith(".py") or os.sep in target[0]:
             raise UsageError(f"-m takes a module, got the file {target[0]!r}", module if module.startswith("-") else "")
-        if not has_module(package, os.getcwd()):
-            raise UsageError(f"no module named {package!r}")
+        if not has_module(package, here):
+            near = nearest(package, _modules_in(here)) if package == target[0] else ""
+            raise misspelled(f"no module named {package!r}", package, near)
         return (sys.executable, "-m", *target)
     _check_script(target)
     return (sys.executable, *target)
+
+
+def _modules_in(folder: str) -> list[str]:
+    """Return the modules and packages in a folder."""
+    with os.scandir(folder) as found:
+        names = [entry.name.removesuffix(".py") for entry in found if entry.name.endswith(".py") or entry.is_dir()]
+    return [name for name in names if name.isidentifier()]
 
 
 _OURS = {  # our flags that few scripts define themselves
@@ -82,7 +94,9 @@ def _check_script(target: Sequence[str]) -> None:
     script = target[0]
     if not os.path.exists(script):
         if os.path.basename(script).startswith("python") and len(target) > 1:
-            raise UsageError(f"give the script alone, without {script!r}", script, ())
+            has_options = target[1].startswith("-") and target[1] != "-m"  # of Python, which are none of ours
+            what = f"{script!r} and its options" if has_options else repr(script)
+            raise UsageError(f"give the script alone, without {what}", "" if has_options else script)
         folder = os.path.dirname(script) or "."
         scripts = [name for name in os.listdir(folder) if name.endswith(".py")] if os.path.isdir(folder) else []
         near = nearest(os.path.basename(script), scripts)

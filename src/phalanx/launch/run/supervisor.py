@@ -199,6 +199,7 @@ class Supervisor:
             environ = rank_environment(attempt, local_rank, error_file)
             environ |= attempt.launch("phalanx run", self._notes.path, local_rank) | of_rank(self.memory)
             environ[_env.SURVIVORS_VARIABLE] = self._survivors.path if may_keep else ""
+            environ[_env.COLUMNS_VARIABLE] = str(self._console.err.room_of(rank.rank) or "")
             if not all(output.has_room(_env.environment().get("COLUMNS", "")) for output in rank.outputs):
                 environ["COLUMNS"] = ""  # the inherited width is the screen's; the prefix needs a part of it
             if rank in kept:

@@ -75,6 +75,13 @@ class Screen:
         self._is_broken = False
         self._hides_cursor = False
 
+    def room_of(self, rank: int) -> int:
+        """Return the columns that a rank's lines have beside their prefix; 0 if that is unknown or is no terminal."""
+        columns = 0
+        with contextlib.suppress(OSError):  # it is no terminal, or has hung up
+            columns = os.get_terminal_size(self.fd).columns
+        return max(20, columns - len(prefix(rank, colour=False))) if columns else 0
+
     def show_cursor(self) -> None:
         """Show the cursor again if a rank that was killed has hidden it, as progress bars do."""
         if self._hides_cursor:

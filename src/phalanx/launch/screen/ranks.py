@@ -26,7 +26,7 @@ from phalanx.failure.last_words import LastWords
 from phalanx.failure.tracebacks import HeldTracebacks, Stream
 from phalanx.failure.victims import is_victim
 from phalanx.launch.processes.descendants import has_ended
-from phalanx.launch.screen.output import LineStream, LiveStream, Screen, prefix
+from phalanx.launch.screen.output import LineStream, LiveStream, Screen
 from phalanx.record.notes import has_ended_for_restart, was_preempted
 
 _LOST_INTERRUPT = re.compile(rb"^Exception ignored [^\n]*\n(?:[ T][^\n]*\n)*KeyboardInterrupt", re.MULTILINE)
@@ -274,6 +274,5 @@ def _open_terminal(screen: Screen) -> tuple[int, int]:
 
 def _copy_size(screen: Screen, fd: int) -> None:
     with contextlib.suppress(OSError):
-        columns, lines = os.get_terminal_size(screen.fd)
-        room = max(20, columns - len(prefix(0, colour=False))) if columns else 0  # 0: the width is unknown
-        fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, room, 0, 0))
+        lines = os.get_terminal_size(screen.fd).lines
+        fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, screen.room_of(0), 0, 0))

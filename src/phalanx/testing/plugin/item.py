@@ -126,7 +126,9 @@ def _run(item: pytest.Item, world_size: int, options: Options, task: Task, began
     limits.check_room(world_size)
     limits.check_fork(item)
     shown.flush_coverage()
-    limit_s = _limit_s(item, options.timeout_s or _TIMEOUT_S, time.monotonic() - began)
+    own_s = options.timeout_s or _TIMEOUT_S
+    limit_s = _limit_s(item, own_s, time.monotonic() - began)
+    place = f"@pytest.mark.ranks({world_size}, timeout_s=SECONDS)" if limit_s == own_s else "pytest-timeout's limit"
     why: list[str] = []
     with (
         group_in_folder(world_size, **options.group) as group,
@@ -140,7 +142,7 @@ def _run(item: pytest.Item, world_size: int, options: Options, task: Task, began
         outcomes = workers.outcomes
     _take_over(item, told)
     _take_over_marks(item, outcomes, told)
-    _judge(item, outcomes, told, limit_s, why)
+    _judge(item, outcomes, told, limit_s, why, f"for a limit other than {limit_s:g} s, change {place}")
 
 
 def _fork(group: Group, options: Options, task: Task) -> Workers:
@@ -226,8 +228,15 @@ def _take_over_marks(item: pytest.Item, outcomes: list[Ending], told: list[Told]
             item.own_markers.append(mark)
 
 
-def _judge(item: pytest.Item, outcomes: list[Ending], told: list[Told], limit_s: float, why: list[str]) -> None:
-    """Raise the result of the whole test, unless it passed on each rank."""
+def _judge(
+    item: pytest.Item, outcomes: list[Ending], told: list[Told], limit_s: float, why: list[str], on_limit: str
+) -> None:
+    """Raise the result of the whole test, unless it passed on each rank.
+
+    Args:
+        why: Answer of ``phalanx why`` about ranks that hung.
+        on_limit: Advice on the limit at which they were killed.
+    """
     __tracebackhide__ = True
     if result := result_of(outcomes):
         source = next(outcome.rank for outcome in outcomes if outcome.error is result)
@@ -244,6 +253,7 @@ def _judge(item: pytest.Item, outcomes: list[Ending], told: list[Told], limit_s:
             outcome.last_words = shown.without_ours(outcome.last_words)
         error: BaseException = first_true_failure(outcomes, limit_s)
         lines = [*shown.fitted(why, item), *str(error).splitlines()]
+        lines += shown.fitted([on_limit], item) if culprit.hung else []
         vars(item)["_phalanx_shown"] = shown.of_lines(lines, item)
         raise error
     lines = heads(culprit, outcomes, limit_s)
