@@ -86,7 +86,11 @@ class OnDemand(Records):
         os.close(self._asked)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        os.read(self._asked, 1)
+        if self._ask >= 0:  # the worker's own end, which would keep the pipe open if the rank were killed
+            os.close(self._ask)
+            self._ask = -1
+        if not os.read(self._asked, 1):
+            raise EOFError("the rank has ended")
         return self._record
 
 
