@@ -15,6 +15,7 @@ from phalanx.wire.waiting import StoreSilentError, wait_until
 SOURCE = Path(phalanx.__file__).parent
 SLEEPERS = {
     "backend/hosts/mpi.py": "each poll lets MPI progress, so the first are made at once, without a pause",
+    "diagnose/stacks.py": "a stack that can't be read is tried again, a few times",
     "diagnose/top/top.py": "one look at rates needs some time before it",
     "diagnose/trace/trace.py": "each look yields what it has found",
     "launch/processes/descendants.py": "a helper that begins later",

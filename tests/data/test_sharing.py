@@ -218,6 +218,7 @@ def holds_one_copy(rank: int, world_size: int) -> Any:
     )
     total = sum(batch.sum() for (batch,) in loader)
     workers = [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    RankGroup().barrier(60)  # what the others have not mapped yet would be this rank's share
     measured = [memory_of(pid) for pid in (os.getpid(), *workers)]
     RankGroup().barrier(60)
     grown = memory_of(os.getpid())[1] - before
