@@ -20,6 +20,7 @@
 #include <string_view>
 
 #include "python/python.h"
+#include "python/reference.h"
 
 namespace phalanx {
 namespace {
@@ -71,21 +72,6 @@ PyObject *is_profiling, *num_dispatch_modes;
 std::array<int, 32> reduce_codes;  // by torch's number of a reduce operation; -1 if only Python knows the operation
 PyObject* bound_method;  // the type of bound methods, which the stable ABI does not offer
 PyObject *direct, *operations, *core, *num_barriers, *opts, *none_listed;
-
-/// Owns a new reference. A null reference stands for an exception, which is cleared: the Python function raises it again.
-class Reference {
- public:
-  explicit Reference(PyObject* object) : object_(object) {
-    if (object == nullptr) PyErr_Clear();
-  }
-  Reference(const Reference&) = delete;
-  Reference& operator=(const Reference&) = delete;
-  ~Reference() { Py_XDECREF(object_); }
-  PyObject* get() const { return object_; }
-
- private:
-  PyObject* object_;
-};
 
 PyObject* ask(PyObject* function) { return PyObject_Vectorcall(function, nullptr, 0, nullptr); }
 

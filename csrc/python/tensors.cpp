@@ -6,6 +6,8 @@
 #include <optional>
 #include <utility>
 
+#include "python/reference.h"
+
 namespace phalanx {
 namespace {
 
@@ -78,21 +80,6 @@ std::optional<std::size_t> count_in_one_piece(const DLTensor& tensor) {
   if (!in_order && count != 0) return std::nullopt;
   return static_cast<std::size_t>(count);
 }
-
-/// Owns a new reference. If the reference is null, clears the exception that was set with it.
-class Reference {
- public:
-  explicit Reference(PyObject* object) : object_(object) {
-    if (object == nullptr) PyErr_Clear();
-  }
-  Reference(const Reference&) = delete;
-  Reference& operator=(const Reference&) = delete;
-  ~Reference() { Py_XDECREF(object_); }
-  PyObject* get() const { return object_; }
-
- private:
-  PyObject* object_;
-};
 
 PyObject* ask(PyObject* object, PyObject* method) { return PyObject_Vectorcall(method, &object, 1, nullptr); }
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
 import multiprocessing
 import os
 import signal
-import stat
 import time
 from pathlib import Path
 
@@ -21,12 +19,10 @@ from phalanx.data.handover.handing_over import _IN_WORK
 from phalanx.testing import reached, run_ranks, spawn_ranks
 from tests.data._batches import LARGE, Kinds, Lengths, OwnMemory, Records, Rows, Stream, every_kind, only, same, seed
 from tests.denial import deny
+from tests.shm import own_shm
 
 # torch's own pickle of a quantized tensor warns as it is read.
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
-_CLONE_NEWNS = 0x20000
-_MS_RDONLY, _MS_REC, _MS_PRIVATE = 1, 0x4000, 1 << 18
-_DEVICES = {"null": 3, "zero": 5, "random": 8, "urandom": 9}
 # Each worker imports torch there, so these tests take a minute in all.
 IN_NEW_INTERPRETERS = [("missing", "forkserver"), ("missing", "spawn"), ("64 KiB", "spawn")]
 SHM = {"64 KiB": b"size=64k", "64 MiB": b"size=64m", "read-only": None, "missing": None}
@@ -48,25 +44,6 @@ def blocks_mapped():
     return {line.split()[4] for line in lines if "memfd:phalanx-batch" in line}
 
 
-def own_shm(kind):
-    """Give this process another /dev/shm."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def check(result):
-        if result != 0:
-            raise OSError(ctypes.get_errno(), "mount")
-
-    check(libc.unshare(_CLONE_NEWNS))
-    check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
-    if kind == "missing":
-        check(libc.mount(b"tmpfs", b"/dev", b"tmpfs", 0, b""))
-        for name, number in _DEVICES.items():
-            os.mknod(f"/dev/{name}", stat.S_IFCHR | 0o666, os.makedev(1, number))
-        assert not os.path.exists("/dev/shm")
-    else:
-        check(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", _MS_RDONLY if kind == "read-only" else 0, SHM[kind]))
-
-
 @pytest.fixture(scope="module")
 def needs_mounts():
     if os.geteuid() != 0:
@@ -74,7 +51,7 @@ def needs_mounts():
 
 
 def load_with_shm(rank, world_size, kind, method):
-    own_shm(kind)
+    own_shm(SHM[kind], is_missing=kind == "missing")
     options = {"batch_size": 1, "collate_fn": only, "num_workers": 2, "multiprocessing_context": method}
     loaded = list(phalanx.DataLoader(Kinds(LARGE), **options))
     assert len(loaded) == 3

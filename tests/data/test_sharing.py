@@ -405,6 +405,16 @@ def test_nothing_is_left_when_the_data_is_gone():
 
 # ---- restarts ------------------------------------------------------------------------------------------------------
 
+
+def run_and_restart(folder: Path, script: str, num_ranks: int) -> str:
+    """Run a script that kills itself once, and return what it has printed."""
+    (folder / "train.py").write_text(textwrap.dedent(script))
+    run = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", f"{num_ranks}", "--max-restarts", "1"]
+    done = subprocess.run([*run, "train.py"], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 IN_A_LOOP = """
     import os, pathlib, sys, torch, phalanx
     session = phalanx.init()
@@ -428,11 +438,8 @@ IN_A_LOOP = """
 
 @pytest.mark.usefixtures("warm_jobs")
 def test_what_nobody_has_any_more_is_freed(tmp_path):
-    (tmp_path / "train.py").write_text(textwrap.dedent(IN_A_LOOP))
-    run = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--max-restarts", "1", "train.py"]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert int(re.findall("at most ([0-9]+) MiB", done.stdout)[-1]) <= 64  # two, and two of the attempt before
+    printed = run_and_restart(tmp_path, IN_A_LOOP, num_ranks=2)
+    assert int(re.findall("at most ([0-9]+) MiB", printed)[-1]) <= 64  # two, and two of the attempt before
 
 
 EDITED = """
@@ -456,11 +463,8 @@ EDITED = """
 def test_after_an_edit_the_data_is_built_anew(tmp_path):
     """Even of a module that is imported by the function alone; and a function may share, too."""
     (tmp_path / "values.py").write_text("VALUE = 'old'")
-    (tmp_path / "train.py").write_text(textwrap.dedent(EDITED))
-    run = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "1", "--max-restarts", "1", "train.py"]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert re.findall("got .*", done.stdout) == ["got 0 [['old'], 'old']", "got 1 [['new'], 'new']"]
+    printed = run_and_restart(tmp_path, EDITED, num_ranks=1)
+    assert re.findall("got .*", printed) == ["got 0 [['old'], 'old']", "got 1 [['new'], 'new']"]
 
 
 SCRIPT = """
@@ -491,15 +495,12 @@ SCRIPT = """
 
 @pytest.mark.usefixtures("warm_jobs")
 def test_after_a_restart_the_data_is_there(tmp_path):
-    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-    run = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "--max-restarts", "1", "train.py"]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    lines = [line.partition("built ")[2] for line in done.stdout.splitlines() if "built " in line]
+    printed = run_and_restart(tmp_path, SCRIPT, num_ranks=2)
+    lines = [line.partition("built ")[2] for line in printed.splitlines() if "built " in line]
     assert lines == ["0 train", "0 test", "0 part", "0 of 0", "0 no key", "1 of 1", "1 no key"]
     for attempt in range(2):
         for rank in range(2):
-            assert f"got {attempt} {rank} ['train', 'test', 'part', 'of {attempt}', 'no key']" in done.stdout
+            assert f"got {attempt} {rank} ['train', 'test', 'part', 'of {attempt}', 'no key']" in printed
 
 
 def share_before_and_outside(rank: int, world_size: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import resource
@@ -16,9 +15,8 @@ import torch.distributed as dist
 
 from phalanx import OutOfSharedMemory
 from phalanx.testing import reached
+from tests.shm import own_shm
 
-_CLONE_NEWNS = 0x20000
-_MS_REC, _MS_PRIVATE = 0x4000, 1 << 18
 _BIG_GROUP = 1000  # ranks; its control block alone takes more than 100 MiB
 _NOISE_KB = 40 * 1024  # what other programs may do to the machine's shared memory meanwhile
 
@@ -40,26 +38,10 @@ def reduce_for_ever(rank, world_size):
         dist.all_reduce(tensor)
 
 
-def own_mounts(kind):
-    """Give this process a /dev/shm of 64 MB, or none at all."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def check(result):
-        if result != 0:
-            raise OSError(ctypes.get_errno(), "mount")
-
-    check(libc.unshare(_CLONE_NEWNS))
-    check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
-    if kind == "64 MB":
-        check(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=64m"))
-        assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 20
-    else:
-        check(libc.mount(b"tmpfs", b"/dev", b"tmpfs", 0, b""))
-        assert not os.path.exists("/dev/shm")
-
-
 def reduce_80_mib(rank, world_size, kind, folder):
-    own_mounts(kind)
+    own_shm(b"size=64m", is_missing=kind != "64 MB")
+    if kind == "64 MB":
+        assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 20
     dist.init_process_group("phalanx", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
     tensor = torch.full((20 << 20,), float(rank + 1))
     dist.all_reduce(tensor)

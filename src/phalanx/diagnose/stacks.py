@@ -30,13 +30,8 @@ from phalanx.host.kernel import number_inside, ptrace_scope, status_of
 from phalanx.host.processes import process_of, working_folder
 
 _LIBRARY = re.compile(r".*/(?:(?:site|dist)-packages|python3\.\d+|src(?=/phalanx/))/")
-_PAUSES_S = (
-    0.0,
-    0.0,
-    0.05,
-    0.1,
-    0.2,
-)  # before each try: a stack may be torn, or the host out of something for a moment
+# seconds before each try: a stack may be torn, or the host out of something for a moment
+_PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2)
 _AT_ONCE = 16
 
 

@@ -92,17 +92,34 @@ def open_descriptor(address: Address, access: int = os.O_RDWR) -> int:
     Raises:
         OSError: As `Block.open`.
     """
-    # By now, the descriptor's number may belong to a pipe or a terminal, which these flags make harmless to open.
-    fd = os.open(path_of(address.fd, address.pid), access | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    fd = open_file_of(address.pid, address.fd, address.inode, access)
     try:
-        found = os.fstat(fd)
-        is_it = stat.S_ISREG(found.st_mode) and (found.st_ino, found.st_size) == (address.inode, address.size_bytes)
-        if not is_it or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise OSError(errno.ESTALE, f"process {address.pid} no longer holds that memory, or is another process")
+        is_whole = os.fstat(fd).st_size == address.size_bytes
+        if not is_whole or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise _stale(address.pid)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def open_file_of(pid: int, fd: int, inode: int, access: int = os.O_RDONLY) -> int:
+    """Return a new descriptor of a file in memory that another process of this host has open.
+
+    Raises:
+        OSError: As `Block.open`.
+    """
+    # By now, the descriptor's number may belong to a pipe or a terminal, which these flags make harmless to open.
+    opened = os.open(path_of(fd, pid), access | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    found = os.fstat(opened)
+    if stat.S_ISREG(found.st_mode) and found.st_ino == inode:
+        return opened
+    os.close(opened)
+    raise _stale(pid)
+
+
+def _stale(pid: int) -> OSError:
+    return OSError(errno.ESTALE, f"process {pid} no longer holds that memory, or is another process")
 
 
 def held_bytes() -> dict[str, int]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
-import errno
 import fcntl
 import functools
 import io
@@ -34,7 +33,7 @@ import torch
 from torch import Tensor
 
 from phalanx.data.sharing.shared_list import SharedList, encode
-from phalanx.host.shared_blocks import map_privately, path_of, require_room, unnamed_file
+from phalanx.host.shared_blocks import map_privately, open_file_of, path_of, require_room, unnamed_file
 
 PURPOSE = "dataset"
 LONG = 1000  # items from which on a list is laid out item by item
@@ -55,9 +54,10 @@ class NoRoomError(OSError):
 
 
 class Address(NamedTuple):
-    """Where another process of this host finds a mapping: a path in ``/proc``, and the file's inode to check it by."""
+    """The process and descriptor through which other processes open a region's file, its inode, and the region."""
 
-    path: str
+    pid: int
+    fd: int
     inode: int
     size_bytes: int
     offset: int
@@ -91,7 +91,7 @@ class Region:
     @property
     def address(self) -> Address:
         """Address for `open_region` of another process."""
-        return Address(path_of(self._fd), os.fstat(self._fd).st_ino, *self._place)
+        return Address(os.getpid(), self._fd, os.fstat(self._fd).st_ino, *self._place)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open_region, (self.address,)
@@ -109,11 +109,9 @@ def open_region(address: Address) -> Region:
     key = address.inode, address.offset
     if (found := _mapped.get(key)) is not None:
         return found
-    fd = os.open(address.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    fd = open_file_of(*address[:3])
     try:
-        if os.fstat(fd).st_ino != address.inode:
-            raise OSError(errno.ESTALE, "the process that held the shared data has ended")
-        found = _mapped[key] = Region(fd, *address[2:])
+        found = _mapped[key] = Region(fd, *address[3:])
         return found
     finally:
         os.close(fd)

@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from phalanx import _env, _settings
+from phalanx import _settings
 from phalanx._errors import require_linux
 from phalanx._text import complain, in_units
+from phalanx.data.replica import lacks_group
 from phalanx.data.sharing.kept import KeptData, path_of_kept
 from phalanx.data.sharing.marks import marks
 from phalanx.data.sharing.packing import Address, NotPackedError, Region, open_region, pack, skeleton_bytes, unpack
@@ -98,12 +99,12 @@ def share(data: T | Callable[[], T], *, key: str = "", group: dist.ProcessGroup 
 
 def _ranks(group: dist.ProcessGroup | None) -> RankGroup:
     """Return the ranks that share; refuse a rank that would share with nobody by mistake."""
-    is_initialized = dist.is_available() and dist.is_initialized()
-    if not is_initialized and int(_env.environment().get("WORLD_SIZE") or 1) > 1:
+    if lacks_group():
         raise RuntimeError(
             "phalanx.share: there is no process group yet, so each rank would hold a copy of its own: call "
             "phalanx.init() or init_process_group() first"
         )
+    is_initialized = dist.is_available() and dist.is_initialized()
     return RankGroup(group_with_this_rank(group, "phalanx.share") if is_initialized else None)
 
 
