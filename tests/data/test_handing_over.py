@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -42,6 +45,15 @@ def blocks_mapped():
     """Return the inodes of the blocks that this process maps."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {line.split()[4] for line in lines if "memfd:phalanx-batch" in line}
+
+
+def blocks_open():
+    """Return the descriptors of blocks of this process; other threads may close theirs meanwhile."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found |= {fd} if "memfd:phalanx-batch" in os.readlink(f"/proc/self/fd/{fd}") else set()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -229,14 +241,57 @@ def load_without_memfd(rank, world_size, is_missing):
     assert not blocks_mapped()
 
 
+def load_from_a_killed_worker():
+    for batch in phalanx.DataLoader(Records(200_000, 40, fatal=20), batch_size=1, num_workers=2):
+        assert len(batch.unique()) == 1
+
+
 def test_a_killed_worker_leaves_nothing():
-    # torch says which signal it was only if its own handler of SIGCHLD is in place.
+    # torch says which signal it was only if its own handler of SIGCHLD is in place. The handler raises the error at
+    # whatever line the rank is; in a frame that has ended, because pytest's `assert` keeps its values in the frame.
     with pytest.raises(RuntimeError, match=r"DataLoader worker .* (killed by signal: Killed|exited unexpectedly)"):
-        for batch in phalanx.DataLoader(Records(200_000, 40, fatal=20), batch_size=1, num_workers=2):
-            assert len(batch.unique()) == 1
-    del batch
+        load_from_a_killed_worker()
     gc.collect()
     assert not blocks_mapped()
+
+
+class InterruptAt:
+    """Raises an error at the n-th call of a function of ours that has to do with blocks, as a signal handler may."""
+
+    def __init__(self, number):
+        self.number, self.num_calls, self.where = number, 0, ""
+
+    def __call__(self, frame, event, argument):
+        path = frame.f_code.co_filename
+        if event == "call" and ("/phalanx/data/handover/" in path or path.endswith(("/weakref.py", "/_weakrefset.py"))):
+            self.num_calls += 1
+            if self.num_calls == self.number:
+                self.where = str(frame)
+                raise InterruptedError
+
+
+def interrupt_anywhere(rank, world_size):
+    sys.unraisablehook = lambda error: None  # such as an error in a weak reference's function, of which Python tells
+    for number in itertools.count(1):
+        interrupt = InterruptAt(number)
+        batches = iter(phalanx.DataLoader(Records(200_000, 3), batch_size=1, num_workers=1))
+        sys.setprofile(interrupt)
+        try:
+            with contextlib.suppress(InterruptedError):
+                for batch in batches:
+                    del batch
+            del batches
+        finally:
+            sys.setprofile(None)
+        gc.collect()
+        assert not blocks_mapped() | blocks_open(), interrupt.where
+        if interrupt.num_calls < number:
+            return number
+
+
+def test_a_loop_that_is_interrupted_anywhere_leaves_nothing():
+    (num_calls,) = run_ranks(interrupt_anywhere, 1, init=False, timeout_s=240)
+    assert num_calls > 20
 
 
 def load_until_killed(rank, world_size):

@@ -72,7 +72,7 @@ class HandingOver:
         self._number = next(_numbers)
         self._pool: BlockPool | None = None
         self._has_begun = False
-        weakref.finalize(self, received.forget, self._number).atexit = False  # torch's iterator holds this object
+        self._received: Any = received.of_iterator(self._number)  # torch's iterator holds this object
 
     def __call__(self, samples: Any) -> Any:
         if not self._has_begun:
@@ -80,8 +80,11 @@ class HandingOver:
         batch = self._collate(samples)
         return batch if self._pool is None else pack(batch, self._pool, self._number)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_received": None}
+
     def _begin(self) -> None:
-        self._has_begun = True
+        self._has_begun, self._received = True, None
         if torch_data.get_worker_info() is not None and can_hand_over():
             self._pool = BlockPool(self._num_batches)
             make_shared_storages_with(self._new_storage)
@@ -245,13 +248,17 @@ def _keep_in_pickle(pool: BlockPool, sent: list[Piece], buffer: pickle.PickleBuf
 # ---- in the rank ---------------------------------------------------------------------------------------------------
 
 
-class _Opened(threading.local):
-    """The storages of the batch that this thread unpickles."""
-
-    storages: list[list[tuple[int, torch.UntypedStorage]]]
+class _Storages(list[list[tuple[int, torch.UntypedStorage]]]):
+    """The storages of a batch: of each its parts, as place of the first byte and storage of the part."""
 
 
-_opened = _Opened()
+class _Unpickled(threading.local):
+    """The batch that this thread unpickles."""
+
+    storages: weakref.ref[_Storages]  # so that nothing keeps them once `unpack` has ended, in whatever way
+
+
+_unpickled = _Unpickled()
 
 
 def unpack(
@@ -260,17 +267,16 @@ def unpack(
     """Return the batch that a worker has packed; the arguments are the contents of a `Parcel`.
 
     Raises:
-        OSError: The worker has ended, or this process may not open more files.
+        RuntimeError: The worker has ended.
+        OSError: This process may not open more files.
     """
-    try:
-        with received.lock:
-            blocks = received.of_iterator(iterator)
-            blocks.begin_batch(worker, kept)
-            _opened.storages = [[(piece.start, _open(piece, blocks)) for piece in pieces] for pieces in storages]
-            arrays = [_array(_open(piece, blocks)) for piece in buffers]
-        return pickle.loads(body, buffers=arrays)
-    finally:
-        _opened.storages = []
+    with received.lock:
+        blocks = received.of_iterator(iterator)
+        blocks.begin_batch(worker, kept)
+        opened = _Storages([(piece.start, _open(piece, blocks)) for piece in pieces] for pieces in storages)
+        arrays = [_array(_open(piece, blocks)) for piece in buffers]
+    _unpickled.storages = weakref.ref(opened)
+    return pickle.loads(body, buffers=arrays)
 
 
 def _open(piece: Piece, blocks: received.ReceivedBlocks) -> torch.UntypedStorage:
@@ -288,14 +294,20 @@ def _array(storage: torch.UntypedStorage) -> Any:
 def _tensor(
     number: int, start: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> torch.Tensor:
-    first, storage = next(piece for piece in reversed(_opened.storages[number]) if piece[0] <= start)
+    first, storage = next(piece for piece in reversed(_parts_of(number)) if piece[0] <= start)
     tensor: torch.Tensor = torch.empty(0, dtype=dtype).set_(storage, (start - first) // dtype.itemsize, shape, stride)
     return tensor
 
 
 def _storage(number: int) -> torch.UntypedStorage:
-    (_, storage), = _opened.storages[number]  # fmt: skip
+    (_, storage), = _parts_of(number)  # fmt: skip
     return storage
+
+
+def _parts_of(number: int) -> list[tuple[int, torch.UntypedStorage]]:
+    storages = _unpickled.storages()
+    assert storages is not None
+    return storages[number]
 
 
 def _empty(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:

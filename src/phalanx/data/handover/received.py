@@ -10,9 +10,14 @@ the storage, whenever the next batch comes. That misses tensors of other process
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
+import mmap
 import os
 import threading
+import weakref
+from collections.abc import Iterator
 
 import torch
 from torch.multiprocessing.reductions import shared_cache
@@ -23,29 +28,29 @@ from phalanx.host.shared_blocks import Address, open_descriptor
 
 
 class _Mapping:
-    """A block of a worker as this rank maps it."""
+    """A block of a worker as this rank maps it; an error of a signal handler, at whatever line, leaves none of it."""
 
     def __init__(self, address: Address, num_bytes: int) -> None:
-        self._fd = open_descriptor(address)
-        try:
-            status = os.fstat(self._fd)
+        counts_at = address.size_bytes - COUNTS.size
+        begin = counts_at // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        self._counts_at = counts_at - begin
+        with _opened(address) as fd:
+            status = os.fstat(fd)
             self._key_of_torch = (status.st_ino, status.st_dev)
-            self._counts_at = address.size_bytes - COUNTS.size
-            self._num_received, self._num_given_back = COUNTS.unpack(os.pread(self._fd, COUNTS.size, self._counts_at))
-            self._map(num_bytes)
-        except BaseException:
-            os.close(self._fd)
-            raise
+            self._counts = mmap.mmap(fd, address.size_bytes - begin, offset=begin)
+            self._map(fd, num_bytes)
+        self._num_received, self._num_given_back = COUNTS.unpack_from(self._counts, self._counts_at)
 
-    def _map(self, num_bytes: int) -> None:
+    def _map(self, fd: int, num_bytes: int) -> None:
         self._num_bytes = num_bytes
-        self.storage = storages.map_storage(self._fd, num_bytes)
+        self.storage = storages.map_storage(fd, num_bytes)
         self._unused = self._holders()
 
-    def receive(self, num_bytes: int) -> torch.UntypedStorage:
+    def receive(self, address: Address, num_bytes: int) -> torch.UntypedStorage:
         """Count the block as received once more and return its storage."""
         if num_bytes != self._num_bytes:  # the worker sends another length only in a block that was given back
-            self._map(num_bytes)
+            with _opened(address) as fd:
+                self._map(fd, num_bytes)
         self._num_received += 1
         self._tell()
         return self.storage
@@ -66,11 +71,22 @@ class _Mapping:
         return storages.holders_of_storage(self.storage)
 
     def _tell(self) -> None:
-        os.pwrite(self._fd, COUNTS.pack(self._num_received, self._num_given_back), self._counts_at)
+        COUNTS.pack_into(self._counts, self._counts_at, self._num_received, self._num_given_back)
 
-    def __del__(self) -> None:
-        if hasattr(self, "_counts_at"):
-            os.close(self._fd)
+
+@contextlib.contextmanager
+def _opened(address: Address) -> Iterator[int]:
+    try:
+        fd = open_descriptor(address)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
+        # torch says the same, but only once the process can be waited for, a moment later.
+        raise RuntimeError(f"DataLoader worker (pid {address.pid}) exited unexpectedly") from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 class ReceivedBlocks:
@@ -97,12 +113,13 @@ class ReceivedBlocks:
         """Return the storage of a block that a worker has sent.
 
         Raises:
-            OSError: The worker has ended, or this process may not open more files.
+            RuntimeError: The worker has ended.
+            OSError: This process may not open more files.
         """
         mine = self._of_workers.setdefault(address.pid, {})
         if address.inode not in mine:
             mine[address.inode] = _Mapping(address, num_bytes)
-        return mine[address.inode].receive(num_bytes)
+        return mine[address.inode].receive(address, num_bytes)
 
     def note_fork(self) -> None:
         for mappings in self._of_workers.values():
@@ -110,20 +127,19 @@ class ReceivedBlocks:
                 mapping.give_back_if_unused()
                 mapping.note_fork()
 
+    def drop(self) -> None:
+        """Drop all mappings; tensors keep theirs."""
+        self._of_workers = {}
 
-_of_iterators: dict[int, ReceivedBlocks] = {}
+
+_of_iterators: weakref.WeakValueDictionary[int, ReceivedBlocks] = weakref.WeakValueDictionary()
 lock = threading.RLock()
 """Held while blocks are received, by the rank or a thread that pins memory; no process is forked meanwhile."""
 
 
 def of_iterator(number: int) -> ReceivedBlocks:
-    """Return the blocks that the workers of an iterator have handed over to this process."""
+    """Return the blocks that the workers of an iterator have handed over, as long as somebody refers to them."""
     return _of_iterators.setdefault(number, ReceivedBlocks())
-
-
-def forget(number: int) -> None:
-    """Drop the mappings of an iterator that has ended; tensors keep theirs."""
-    _of_iterators.pop(number, None)
 
 
 def _before_fork() -> None:
@@ -133,7 +149,8 @@ def _before_fork() -> None:
 
 
 def _in_child() -> None:
-    _of_iterators.clear()
+    for blocks in list(_of_iterators.values()):
+        blocks.drop()
     lock.release()
 
 
