@@ -167,8 +167,11 @@ def test_a_shared_list_is_a_list_to_read():
             shared[beyond]
     shared[0]["number"] = 99
     assert shared[0]["number"] == 0
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="can't be changed: make a list of it"):
         shared[0] = 1
+    with pytest.raises(AttributeError, match="no attribute 'append': a SharedList can't be changed"):
+        shared.append(1)
+    assert not hasattr(shared, "columns")
     assert type(packing.pickle.loads(packing.pickle.dumps(shared))) is list
 
 
@@ -321,12 +324,22 @@ def fail_to_build(rank: int, world_size: int, kind: str) -> tuple[str, str]:
     data: Any = {
         "raises": functools.partial(raise_error, "no such bucket"),
         "item": lambda: [*range(1200), lambda: None, 3],
-        "whole": lambda: {"a lock": threading.Lock()},
+        "lock": lambda: {"a": with_attribute("lock", threading.Lock())},
+        "lambda": lambda: with_attribute("transform", lambda item: item),
+        "generator": lambda: {"a": (1, (item for item in ()))},
+        "nothing": return_nothing,
         "own error": Unwilling,
     }[kind]
     with pytest.raises(RuntimeError) as caught:
         phalanx.share(data)
+    assert getattr(caught.value, "is_victim", False) == (rank > 0)
     return str(caught.value), type(caught.value.__cause__).__name__
+
+
+def with_attribute(name: str, value: Any) -> Augmented:
+    dataset = Augmented(10)
+    setattr(dataset, name, value)
+    return dataset
 
 
 class Unwilling:
@@ -338,13 +351,37 @@ def raise_error(text: str) -> None:
     raise KeyError(text)
 
 
+def return_nothing() -> None:
+    pass
+
+
+LINE_OF_ERROR = raise_error.__code__.co_firstlineno + 1
+
+
+@pytest.mark.parametrize("value", [None, "text", 3, True])
+def test_what_holds_no_data_is_refused(value):
+    with pytest.raises(TypeError, match="there is nothing to share in "):
+        phalanx.share(value)
+
+
+def test_a_key_is_text():
+    with pytest.raises(TypeError, match=r"the key must be a str, got int: pass key='3'"):
+        phalanx.share(lambda: [1], key=3)
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("raises", "rank 0 has raised KeyError in raise_error: 'no such bucket'"),
+        ("raises", f"rank 0 has raised KeyError: 'no such bucket', at {__file__}:{LINE_OF_ERROR} in raise_error"),
         ("item", "rank 0 can't share the data: item 1200 of a list can't be pickled: "),
-        ("own error", "rank 0 can't share the data: it can't be pickled: [Errno 2] no such disk"),
-        ("whole", "rank 0 can't share the data: it can't be pickled: cannot pickle "),
+        ("own error", "rank 0 can't share the data: it can't be pickled: [Errno 2] no such disk; share the data "),
+        ("lock", "rank 0 can't share the data: attribute 'lock' of item 'a' can't be pickled: cannot pickle "),
+        ("lambda", "rank 0 can't share the data: attribute 'transform' can't be pickled: "),
+        ("generator", "rank 0 can't share the data: item 1 of item 'a' can't be pickled: cannot pickle 'generator' "),
+        (
+            "nothing",
+            "rank 0 can't share the data: return_nothing has returned NoneType: there is nothing to share in None",
+        ),
     ],
 )
 def test_a_failure_of_the_builder_is_told_on_every_rank(kind, words):
@@ -501,6 +538,89 @@ def test_after_a_restart_the_data_is_there(tmp_path):
     for attempt in range(2):
         for rank in range(2):
             assert f"got {attempt} {rank} ['train', 'test', 'part', 'of {attempt}', 'no key']" in printed
+
+
+OF_ONE_KEY = """
+    import argparse, functools, os, torch, phalanx
+    from dataclasses import dataclass
+    from pathlib import Path
+    session = phalanx.init()
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+    def build(value):
+        print("built", os.environ["TORCHELASTIC_RESTART_COUNT"], value, flush=True)
+        return [value] * 1000
+
+    class Reader:
+        def __init__(self, name):
+            self.name, self.session = name, session
+
+        def read(self):
+            return build(self.name)
+
+    @dataclass
+    class Config:
+        name: str
+
+    def read_global():
+        return [build(part) for part in [which]][0]
+
+    def read_through():
+        return read_global()
+
+    def other(value):
+        return build(f"other {value}")
+
+    config = argparse.Namespace(split="of arguments")
+    calls = [
+        lambda: [build("short, so that nobody maps it")[0]],
+        lambda: build("one line"), lambda: build("another"), functools.partial(build, "partial"),
+        functools.partial(other, "partial"), Reader("of one").read, Reader("of another").read,
+        lambda name="by default": build(name), lambda name="by another": build(name),
+        lambda: build(config.split), functools.partial(lambda config: build(config.name), Config("a")),
+        functools.partial(lambda path, rows: build(path.name), Path("path"), torch.arange(3)),
+    ]
+    calls += [functools.partial(lambda rows: build(str(len(rows))), torch.arange(number)) for number in (3, 4)]
+    got = [phalanx.share(call, key="data") for call in calls]
+    for split in ("train", "test"):
+        got.append(phalanx.share(lambda: build(split), key="data"))
+        which = f"global {split}"
+        got.append(phalanx.share(read_global, key="data"))
+        which = f"through {split}"
+        got.append(phalanx.share(read_through, key="data"))
+    print("got", *(data[0] for data in got), sep="|", flush=True)
+    if attempt == 0:
+        os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.usefixtures("warm_jobs")
+def test_of_one_key_each_function_gets_its_own_data(tmp_path):
+    printed = run_and_restart(tmp_path, OF_ONE_KEY, num_ranks=1)
+    built = re.findall(r"built 0 (.*)", printed)
+    assert len(built) == len({*built}) == 20
+    assert re.findall(r"got\|(.*)", printed) == ["|".join(built)] * 2
+    assert "built 1" not in printed
+
+
+BUILDER_FAILS = """
+    import os, phalanx
+    session = phalanx.init()
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+    def build():
+        if attempt == 0:
+            raise OSError("the bucket is not there yet")
+        return [attempt]
+
+    print("got", phalanx.share(build, key="data"))
+"""
+
+
+@pytest.mark.usefixtures("warm_jobs")
+def test_a_job_whose_builder_has_failed_is_started_again(tmp_path):
+    """The others are its victims: not every rank has raised the same."""
+    assert run_and_restart(tmp_path, BUILDER_FAILS, num_ranks=2).count("got [1]") == 2
 
 
 def share_before_and_outside(rank: int, world_size: int) -> Any:

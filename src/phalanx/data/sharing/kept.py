@@ -5,13 +5,15 @@ was built under a key. The builder of a host takes the file's lock to look for i
 built, with the entry last. So a builder that is killed leaves no entry, and the next one overwrites what it has
 written.
 
-**What is found again.** An entry is used if the key, the rank and the number of ranks are the same, and if the files of
-the script and of its modules, as they were after the build, have not changed. Modules of libraries do not count. What a
-function reads (files, settings, random numbers) can't be known, so data is kept only if the caller names it by a key.
+**What is found again.** An entry is used if the key, the function (`inputs`), the rank and the number of ranks are the
+same, and if the files of the script and of its modules, as they were after the build, have not changed. Modules of
+libraries do not count. What a function reads (files, settings, random numbers) can't be known, so data is kept only if
+the caller names it by a key.
 
 **What is freed.** Each process that maps an object holds a lock on its entry (an open file description lock), as long
 as the mapping lasts. Before something new is written, entries of earlier calls that nobody holds are freed: the script
-has dropped these objects, or has not asked for them again after a restart. The rest is freed when the job ends.
+has dropped these objects, or has not asked for them again after a restart. Objects of less than 2 MiB stay, because
+what has no arrays and no long lists is never mapped for long. The rest is freed when the job ends.
 """
 
 from __future__ import annotations
@@ -76,6 +78,7 @@ class KeptData:
         """Map an object, which is built if nobody has built it yet; return None if the directory is full.
 
         Args:
+            key: Text that tells the object from all others of the job.
             call: Number of this call in the process; objects of earlier calls that nobody maps are freed.
             build: Function that builds the object. No lock is held meanwhile.
 
@@ -94,7 +97,10 @@ class KeptData:
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         value = build()
         fcntl.flock(self._fd, fcntl.LOCK_EX)
-        left = [place for _, number, place in self._entries() if not (number < call and self._free(place))]
+        entries = self._entries()
+        least_freed = _GRANULARITY if len(entries) < _NUM_ENTRIES // 2 else 0
+        is_old = [number < call and place.size_bytes > least_freed for _, number, place in entries]
+        left = [place for old, (*_, place) in zip(is_old, entries, strict=True) if not (old and self._free(place))]
         taken = {place.entry for place in left}
         entry = next((number for number in range(_NUM_ENTRIES) if number not in taken), None)
         if entry is None:

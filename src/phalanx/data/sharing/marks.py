@@ -77,4 +77,4 @@ def _is_array(value: Any) -> bool:
 
 
 def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=6).hexdigest()
+    return f"hash {hashlib.blake2b(data, digest_size=6).hexdigest()}"

@@ -25,6 +25,7 @@ import os
 import pickle
 import struct
 import sys
+import types
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -185,7 +186,7 @@ class _File:
         self._unchecked_bytes = 0
 
 
-def _take(file: _File, parts: list[tuple[int, int]], buffer: pickle.PickleBuffer) -> bool:
+def _take(file: _File | _Nowhere, parts: list[tuple[int, int]], buffer: pickle.PickleBuffer) -> bool:
     """Write a buffer and note its place; return False, so that it is left out of the pickle."""
     with buffer.raw() as data:
         size = len(data)
@@ -196,7 +197,7 @@ def _take(file: _File, parts: list[tuple[int, int]], buffer: pickle.PickleBuffer
 class _Packer(pickle.Pickler):
     """Pickles one object; buffers go to the file, and `parts` has their places and sizes."""
 
-    def __init__(self, into: io.BytesIO, file: _File) -> None:
+    def __init__(self, into: io.BytesIO | _Nowhere, file: _File | _Nowhere) -> None:
         self.parts: list[tuple[int, int]] = []
         # A method of this object as the callback would be a circle, which keeps all that was pickled until it is found.
         super().__init__(into, protocol=5, buffer_callback=functools.partial(_take, file, self.parts))
@@ -323,11 +324,47 @@ def _write_items(items: Sequence[Any], file: _File) -> int:
         except NoRoomError:
             raise
         except Exception as error:  # an item may raise anything
-            raise NotPackedError(f"item {number} of a list can't be pickled: {error}") from error
+            raise _not_packed(item, f"item {number} of a list", error) from error
         into.truncate()
         index.append(file.write(encode(into.getvalue(), packer.parts)))
     index.append(file.end)
     return file.write(index.tobytes(), 8)
+
+
+class _Nowhere:
+    """Stands in for the files that a pickle is written to."""
+
+    def write(self, data: Any, alignment: int = 1) -> int:
+        return 0
+
+
+def _not_packed(value: Any, name: str, error: Exception) -> NotPackedError:
+    """Return an error that names the innermost part of an object which can't be pickled."""
+    parts = _named_parts(value)
+    while parts:
+        inner, part = parts.pop()
+        try:
+            _Packer(_Nowhere(), _Nowhere()).dump(part)
+        except Exception as found:
+            name, value, error, parts = f"{inner} of {name}" if name != "it" else inner, part, found, _named_parts(part)
+    if isinstance(value, (types.GeneratorType, map, filter, zip)):
+        advice = "make a list of it"
+    elif isinstance(value, types.FunctionType) or "local object" in f"{error}":
+        advice = "define it at the top level of a module"
+    else:
+        advice = "share the data without it, or leave it out in a __getstate__ of its owner"
+    return NotPackedError(f"{name} can't be pickled: {error or type(error).__name__}; {advice}")
+
+
+def _named_parts(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, (list, tuple)):
+        return [(f"item {number}", part) for number, part in enumerate(value)]
+    if isinstance(value, dict):
+        return [(f"item {key!r}", part) for key, part in value.items()]
+    has_own_state = getattr(type(value), "__getstate__", None) is not getattr(object, "__getstate__", None)
+    if isinstance(value, (types.FunctionType, type)) or has_own_state:
+        return []
+    return [(f"attribute {key!r}", part) for key, part in getattr(value, "__dict__", {}).items()]
 
 
 def write(value: Any, fd: int, begin: int = 0) -> int:
@@ -344,7 +381,7 @@ def write(value: Any, fd: int, begin: int = 0) -> int:
     except (NotPackedError, NoRoomError):
         raise
     except Exception as error:  # the object may raise anything
-        raise NotPackedError(f"it can't be pickled: {error}") from error
+        raise _not_packed(value, "it", error) from error
     at = file.write(b"".join(_PART.pack(*part) for part in packer.parts))
     file.write(into.getbuffer())
     file.write(_FOOT.pack(at, len(packer.parts), into.tell()))

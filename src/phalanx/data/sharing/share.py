@@ -21,17 +21,21 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from phalanx import _settings
-from phalanx._errors import require_linux
+from phalanx._errors import PhalanxError, require_linux
 from phalanx._text import complain, in_units
 from phalanx.data.replica import lacks_group
+from phalanx.data.sharing.inputs import digest_of_inputs
 from phalanx.data.sharing.kept import KeptData, path_of_kept
 from phalanx.data.sharing.marks import marks
 from phalanx.data.sharing.packing import Address, NotPackedError, Region, open_region, pack, skeleton_bytes, unpack
+from phalanx.failure.last_words import LastWords
 from phalanx.host.network import host_identity
 from phalanx.wire.rank_group import RankGroup, group_with_this_rank
 
 _KIND = "the kind of argument"
 _PRIVATE_BYTES = 16 << 20  # a skeleton of this size is worth a remark
+
+_SCALARS = (type(None), bool, int, float, complex, str)
 
 _calls = itertools.count()
 
@@ -51,14 +55,16 @@ def share(data: T | Callable[[], T], *, key: str = "", group: dist.ProcessGroup 
         data: Data that every rank has: a dataset, or a list, dict, tensor, array or table; or a function without
             parameters that builds it, which only one rank of each host calls. The others wait, at most as long as the
             group's timeout.
-        key: Name of what the function builds, different for each different thing. Under ``phalanx run
-            --max-restarts``, ranks that are started again find under this name what was built before, if the files of
-            the script and of its modules have not changed.
+        key: Name of what the function builds. Under ``phalanx run --max-restarts``, ranks that are started again find
+            under this name what the same function with the same arguments has built before, if the files of the script
+            and of its modules have not changed. What it reads otherwise, such as files, should be part of the key.
         group: Ranks that share the data; None for all. A process without a group shares with its workers.
 
     Raises:
         PhalanxError: This is not Linux.
-        RuntimeError: A rank has failed to build the data or to map it, or memory is short; every rank raises this.
+        RuntimeError: A rank has failed to build the data or to map it, or memory is short; every rank raises this. On
+            the other ranks it is a PhalanxError with ``is_victim``.
+        TypeError: The data is None or a number or text, or the key is no text.
         ValueError: The ranks' data differs; the message names the rank and the first difference that was found.
 
     Example:
@@ -71,7 +77,13 @@ def share(data: T | Callable[[], T], *, key: str = "", group: dist.ProcessGroup 
     builds = inspect.isroutine(data) or isinstance(data, (functools.partial, type))
     if key and not builds:
         raise ValueError("phalanx.share: a key is for a function, which need not build again what it has built before")
+    if not isinstance(key, str):
+        raise TypeError(f"phalanx.share: the key must be a str, got {type(key).__name__}: pass key={str(key)!r}")
     function: Any = data if builds else lambda: data
+    if isinstance(data, _SCALARS):
+        raise TypeError(
+            f"phalanx.share: {_nothing(data)}; pass a dataset, list, dict, tensor, array, table or function"
+        )
     mine = host_identity(_settings.read_settings().host)
     told = ranks.gather(
         (mine, [(_KIND, "a function"), ("the key", repr(key))] if builds else [(_KIND, "data"), *marks(data)])
@@ -97,6 +109,10 @@ def share(data: T | Callable[[], T], *, key: str = "", group: dist.ProcessGroup 
     return value  # type: ignore[return-value]
 
 
+def _nothing(value: Any) -> str:
+    return f"there is nothing to share in {'None' if value is None else f'a value of type {type(value).__name__}'}"
+
+
 def _ranks(group: dist.ProcessGroup | None) -> RankGroup:
     """Return the ranks that share; refuse a rank that would share with nobody by mistake."""
     if lacks_group():
@@ -117,21 +133,25 @@ def _build(function: Callable[[], Any], key: str) -> tuple[Region | None, str, B
 
     def build() -> Any:
         try:
-            return function()
+            value = function()
         except Exception as error:
             raise _BuildError from error
+        if isinstance(value, _SCALARS):
+            raise NotPackedError(f"{_name(function)} has returned {type(value).__name__}: {_nothing(value)}")
+        return value
 
     try:
         if key and (path := path_of_kept()):
             with contextlib.suppress(PermissionError, FileNotFoundError):  # the supervisor is in another container
                 call = next(_calls)
                 with KeptData(path) as kept:
-                    if mapping := kept.find_or_build(key, call, build):
+                    if mapping := kept.find_or_build(f"{digest_of_inputs(function)} {key}", call, build):
                         return mapping, "", None
         return pack(build()), "", None
     except _BuildError as error:
         cause = error.__cause__
-        return None, f"has raised {type(cause).__name__} in {_name(function)}: {cause}", cause
+        words = LastWords.of_error(cause) if cause else LastWords()
+        return None, f"has raised {words.summary}, at {words.site} in {_name(function)}", cause
     except NotPackedError as error:
         return None, f"can't share the data: {error}", error
     except OSError as error:
@@ -164,7 +184,10 @@ def _raise_first(problems: list[str], ranks: RankGroup, cause: BaseException | N
     """Raise on every rank if a rank has a problem."""
     for rank, problem in enumerate(problems):
         if problem:
-            raise RuntimeError(f"rank {ranks.rank}: phalanx.share: rank {rank} {problem}") from cause
+            message = f"rank {ranks.rank}: phalanx.share: rank {rank} {problem}"
+            if rank != ranks.rank:
+                raise PhalanxError(message, op="share", ranks=(rank,), is_victim=True)
+            raise RuntimeError(message) from cause
 
 
 def _refuse_different(of_ranks: list[list[tuple[str, str]]]) -> None:

@@ -81,6 +81,15 @@ class SharedList(Sequence[Any]):
     def __add__(self, other: Sequence[Any]) -> list[Any]:
         return [*self, *other]
 
+    def __getattr__(self, name: str) -> Any:
+        reason = ": a SharedList can't be changed; make a list of it by list()" if hasattr(list, name) else ""
+        raise AttributeError(f"'SharedList' object has no attribute {name!r}{reason}", name=name, obj=self)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise TypeError("a SharedList can't be changed: make a list of it by list()")
+
+    __delitem__ = __setitem__
+
     def __repr__(self) -> str:
         return f"<SharedList of {self._length:,} items>"
 
