@@ -46,7 +46,7 @@ USUAL = {
     "phases_by_rank": TABLES,
     "spread": st.lists(NUMBERS, max_size=3),
     "resumed_from": st.one_of(st.none(), st.fixed_dictionaries({"step": NUMBERS, "source": TEXTS}), VALUES),
-    "origin": st.dictionaries(st.one_of(TEXTS, st.just("logs")), VALUES, max_size=2),
+    "origin": st.dictionaries(st.one_of(TEXTS, st.sampled_from(["logs", "loader workers"])), VALUES, max_size=2),
     "settings": st.dictionaries(TEXTS, VALUES, max_size=2),
     "signal": st.one_of(NUMBERS, VALUES),
     "world_size": VALUES,

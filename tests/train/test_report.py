@@ -157,6 +157,31 @@ def test_an_odd_run_has_a_page_too(tmp_path, fill):
     assert "Key figures" in page_of(tmp_path).text
 
 
+@pytest.mark.parametrize(
+    ("loading", "workers", "words"),
+    [
+        (
+            [0.0, 0.03],
+            0,
+            "rank 1 waits for its data in 30% of a step, which it loads itself; 1 worker per rank would be",
+        ),
+        ([0.05, 0.0], 3, "rank 0 waits for its data in 50% of a step, with 3 loader workers; 8 workers per rank would"),
+        ([0.001, 0.0], 0, ""),
+        ([0.05, 0.05], None, ""),
+        ([0.05, 0.05], 10**400, ""),
+    ],
+)
+def test_it_says_how_many_workers_would_be_enough(tmp_path, loading, workers, words):
+    run = FakeRun(tmp_path)
+    run.origin["loader workers"] = workers
+    run.start()
+    by_rank = [[seconds, 0.02, 0.0, 0.0, 0.0, 0.08 - seconds, 0.0, 0.0] for seconds in loading]
+    run.steps(1, 5, phases_by_rank=by_rank)
+    text = page_of(tmp_path).text
+    assert words in text
+    assert ("would be enough, if there are CPUs" in text) == bool(words)
+
+
 def test_values_that_are_not_finite_are_counted_and_break_the_line(tmp_path):
     run = FakeRun(tmp_path)
     run.start()

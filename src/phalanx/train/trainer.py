@@ -485,7 +485,7 @@ class _Attempt:
             trainer.checkpoints, s, trainer._best_metric, run_log, self._state, self._may_keep, loaded, self._ranks
         )
         self._began_s, self._first_step = time.monotonic(), trainer.step + 1
-        origin = describe_origin(self.model, trainer.optimizer, self._ranks, trainer.folder)
+        origin = describe_origin(self.model, trainer.optimizer, self._feed, self._ranks, trainer.folder)
         run_log.begin(self.session, s, loaded, origin)
         lines = [
             f"{self._feed.describe(num_steps)}; run folder {trainer.folder}", processes_of(self._ranks),

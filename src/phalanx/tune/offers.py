@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 from phalanx import _env
 from phalanx.host.cgroups import read
 from phalanx.launch import rank_trial
+from phalanx.train.report.metrics import LEAST_LOADING, workers_needed
 from phalanx.tune.trials import Setup
 
-_LEAST_LOADING = 0.05  # if loading takes more than this fraction of a step, workers are tried
-_HEADROOM, _MOST_WORKERS = 1.25, 8  # headroom, because workers share CPUs and some batches load slowly
+_MOST_WORKERS = 8
 _COMPILING_S = 60.0
 _OF_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # CPU flags for bf16 multiplication
 
@@ -51,7 +50,7 @@ def offers(base: Setup, facts: Mapping[str, Any], loading_share: float, memories
         found.append(Offer(name=name, setup=dataclasses.replace(base, fused=True)))
     if facts["trainer"] is not None:
         found += _of_trainer(base, facts, loading_share)
-    elif loading_share > _LEAST_LOADING and not facts["has_stream"]:  # each worker would yield all items of a stream
+    elif loading_share > LEAST_LOADING and not facts["has_stream"]:  # each worker would yield all items of a stream
         found.append(_of_workers("DataLoader", base, loading_share))
     for memory in memories:
         if memory != base.memory:
@@ -61,7 +60,7 @@ def offers(base: Setup, facts: Mapping[str, Any], loading_share: float, memories
 
 def _of_trainer(base: Setup, facts: Mapping[str, Any], loading_share: float) -> list[Offer]:
     found = []
-    if loading_share > _LEAST_LOADING:
+    if loading_share > LEAST_LOADING:
         found.append(_of_workers("Trainer", base, loading_share))
     if facts["has_convolutions"]:
         found.append(Offer(name="Trainer(channels_last=True)", setup=_with(base, channels_last=True)))
@@ -81,8 +80,7 @@ def _of_workers(maker: str, base: Setup, loading_share: float) -> Offer:
     There are enough workers per rank to load a batch in the time that the rank computes a step, plus headroom, but at
     most `_MOST_WORKERS`.
     """
-    needed = _MOST_WORKERS if loading_share >= 1 else math.ceil(_HEADROOM * loading_share / (1 - loading_share))
-    num_workers = min(needed, _MOST_WORKERS)
+    num_workers = _MOST_WORKERS if loading_share >= 1 else min(workers_needed(loading_share), _MOST_WORKERS)
     return Offer(name=f"{maker}(num_workers={num_workers})", setup=_with(base, num_workers=num_workers))
 
 

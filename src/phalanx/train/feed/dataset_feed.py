@@ -34,7 +34,7 @@ class DatasetFeed:
         self._batches = batches
         self._seed = seed
         self._without_effect = without_effect
-        self._num_workers = num_workers
+        self.num_workers = num_workers
         self._filler: Any = None
         self._collate = collate_fn or torch_data.default_collate
         self._generator = torch.Generator()  # so that the loader draws nothing from the script's generators
@@ -102,7 +102,7 @@ class DatasetFeed:
     def _fill(self) -> Any:
         """Return a batch for a part without samples; it has no weight in the step."""
         if self._filler is None:
-            self._filler = filler(self._dataset, [0], self._num_workers, collate_fn=self._collate)
+            self._filler = filler(self._dataset, [0], self.num_workers, collate_fn=self._collate)
         return self._filler
 
     def advance(self) -> None:

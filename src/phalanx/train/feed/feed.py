@@ -24,11 +24,14 @@ class Feed(Protocol):
     """Steps of an epoch, from the position that `load_state_dict` has restored.
 
     Attributes:
+        num_workers: Number of processes that load this rank's data.
         num_steps: Number of steps in an epoch; None if unknown.
         num_left: Number of steps left in this epoch; None if unknown.
         is_at_start: Whether no batch of the epoch has been trained on.
         is_at_end: Whether every batch of the epoch has been trained on; False if unknown.
     """
+
+    num_workers: int
 
     @property
     def num_steps(self) -> int | None: ...

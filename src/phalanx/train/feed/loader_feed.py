@@ -53,6 +53,8 @@ class LoaderFeed:
         self._ranks = ranks or RankGroup()
         self._world_size = rank_and_size()[1]
         self._loader = loader
+        num_workers = getattr(loader, "num_workers", 0)
+        self.num_workers = num_workers if isinstance(num_workers, int) else 0  # anything can be a loader
         self._seed = seed
         self._epoch = self._place = 0
         self._lengths = self._ranks.gather(_length_of(loader))

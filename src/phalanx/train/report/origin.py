@@ -23,6 +23,8 @@ from phalanx.host.block_pool import in_force
 from phalanx.host.cgroups import usable_cpus
 from phalanx.host.cpus import read_machine
 from phalanx.record.notes import run_logs
+from phalanx.train.feed.feed import Feed
+from phalanx.train.report.metrics import WORKERS
 from phalanx.wire.rank_group import RankGroup
 
 _MAX_PIDS, _MAX_PLACES = 16, 8  # most process ids, and most sets of CPUs, in a line
@@ -30,7 +32,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 
 def describe_origin(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup, folder: str
+    model: nn.Module, optimizer: torch.optim.Optimizer, feed: Feed, ranks: RankGroup, folder: str
 ) -> dict[str, Any]:
     """Return a run's origin by topic, with paths relative to `folder`; every rank must call this."""
     module = checkpoint.unwrap(model)
@@ -54,7 +56,7 @@ def describe_origin(
         "logs": os.path.relpath(logs, folder) if (logs := run_logs()) else "",
         "logs of others": [(host, os.path.relpath(path, folder)) for path, host in elsewhere.items()],
     }
-    return {name: value for name, value in origin.items() if value}
+    return {name: value for name, value in origin.items() if value} | {WORKERS: feed.num_workers}
 
 
 def _threads(ranks: RankGroup) -> str:

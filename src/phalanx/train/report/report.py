@@ -11,7 +11,7 @@ import signal
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,17 @@ from phalanx._text import counted, listed, measured
 from phalanx.failure.losses import place_of, repeated, sign_of, who_of
 from phalanx.record.box import SavedBoxes
 from phalanx.train.report import black_box, plots
-from phalanx.train.report.metrics import Record, is_being_written, is_number, read_metrics, resumed_at, without_undone
+from phalanx.train.report.metrics import (
+    LEAST_LOADING,
+    WORKERS,
+    Record,
+    is_being_written,
+    is_number,
+    read_metrics,
+    resumed_at,
+    without_undone,
+    workers_needed,
+)
 from phalanx.train.report.plots import Point, number
 from phalanx.train.settings import mode_of
 from phalanx.wire.files import write_whole
@@ -31,6 +41,7 @@ _NO_METRIC = ("time", "kind", "attempt", "step", "epoch")
 # Control characters: they are invalid in HTML, and some move a terminal's cursor.
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd")
 _MAX_RANKS = 16  # number of bars; if there are more ranks, the slowest are shown
+_MOST_WORKERS = 1000  # beyond which a record is not believed
 _TITLES = {"loss": "Training loss", "lr": "Learning rate", "samples_per_s": "Samples per second",
            "grad_norm": "Norm of the gradient"}  # fmt: skip
 
@@ -305,6 +316,7 @@ def _phases(run: _Run) -> str:
     if "exchange" in names:
         note += ". Exchange: averaging gradients, and waiting for the slowest rank where no wait is shown by itself"
         note += "; torch's wrappers do both in backward"
+    note += _note_of_loading(run, records[-1]["attempt"], [parts for _, parts in means])
     if len(means) > _MAX_RANKS:
         slowest = sorted(means, key=lambda row: -sum(row[1].values()))[:_MAX_RANKS]
         note += f". Of {len(means)} ranks, the {_MAX_RANKS} slowest are shown"
@@ -315,6 +327,24 @@ def _phases(run: _Run) -> str:
     return _section(
         "Where the time goes", f"{plots.bars(rows)}<details><summary>As a table</summary>{table}</details>", f"{note}."
     )
+
+
+def _note_of_loading(run: _Run, attempt: int, phases: Sequence[Mapping[str, float]]) -> str:
+    """Return a sentence on how many loader workers would be enough, if steps wait for their data; "" if they do not.
+
+    Args:
+        phases: For each rank, the seconds of each phase of a step.
+    """
+    shares = [parts.get("data", 0.0) / total if (total := sum(parts.values())) > 0 else 0.0 for parts in phases]
+    share = max(shares)
+    start = next((start for start in run.starts if start["attempt"] == attempt), {})
+    num_workers = start.get("origin", {}).get(WORKERS)
+    if not LEAST_LOADING < share < 1 or not isinstance(num_workers, int) or num_workers not in range(_MOST_WORKERS):
+        return ""
+    who = f"rank {shares.index(share)} waits for its data in {share:.0%} of a step"
+    now = f"with {counted(num_workers, 'loader worker')}" if num_workers else "which it loads itself"
+    needed = counted(workers_needed(share, num_workers), "worker")
+    return f". Data: {who}, {now}; {needed} per rank would be enough, if there are CPUs for them"
 
 
 def _stragglers(run: _Run) -> str:
