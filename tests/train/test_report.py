@@ -163,9 +163,9 @@ def test_an_odd_run_has_a_page_too(tmp_path, fill):
         (
             [0.0, 0.03],
             0,
-            "rank 1 waits for its data in 30% of a step, which it loads itself; 1 worker per rank would be",
+            "Rank 1 loads its data itself in 30% of a step; 1 worker per rank would be enough",
         ),
-        ([0.05, 0.0], 3, "rank 0 waits for its data in 50% of a step, with 3 loader workers; 8 workers per rank would"),
+        ([0.05, 0.0], 3, "Rank 0 waits for 3 loader workers in 50% of a step; 8 workers per rank would be enough"),
         ([0.001, 0.0], 0, ""),
         ([0.05, 0.05], None, ""),
         ([0.05, 0.05], 10**400, ""),

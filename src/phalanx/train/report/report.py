@@ -11,7 +11,7 @@ import signal
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -316,7 +316,8 @@ def _phases(run: _Run) -> str:
     if "exchange" in names:
         note += ". Exchange: averaging gradients, and waiting for the slowest rank where no wait is shown by itself"
         note += "; torch's wrappers do both in backward"
-    note += _note_of_loading(run, records[-1]["attempt"], [parts for _, parts in means])
+    if "data" in names:
+        note += _note_of_loading(run, records[-1]["attempt"], tables, names.index("data"))
     if len(means) > _MAX_RANKS:
         slowest = sorted(means, key=lambda row: -sum(row[1].values()))[:_MAX_RANKS]
         note += f". Of {len(means)} ranks, the {_MAX_RANKS} slowest are shown"
@@ -329,22 +330,30 @@ def _phases(run: _Run) -> str:
     )
 
 
-def _note_of_loading(run: _Run, attempt: int, phases: Sequence[Mapping[str, float]]) -> str:
+def _note_of_loading(run: _Run, attempt: int, tables: Sequence[Sequence[Sequence[float]]], place: int) -> str:
     """Return a sentence on how many loader workers would be enough, if steps wait for their data; "" if they do not.
 
+    The usual step counts, not the mean, because the first one waits until the workers have started.
+
     Args:
-        phases: For each rank, the seconds of each phase of a step.
+        tables: For each record, and of each rank, the seconds of each phase of a step.
+        place: Place of loading among the phases.
     """
-    shares = [parts.get("data", 0.0) / total if (total := sum(parts.values())) > 0 else 0.0 for parts in phases]
+    shares = [
+        statistics.median(row[place] / total if (total := sum(row)) > 0 else 0.0 for row in rows)
+        for rows in zip(*tables, strict=True)
+    ]
     share = max(shares)
     start = next((start for start in run.starts if start["attempt"] == attempt), {})
     num_workers = start.get("origin", {}).get(WORKERS)
     if not LEAST_LOADING < share < 1 or not isinstance(num_workers, int) or num_workers not in range(_MOST_WORKERS):
         return ""
-    who = f"rank {shares.index(share)} waits for its data in {share:.0%} of a step"
-    now = f"with {counted(num_workers, 'loader worker')}" if num_workers else "which it loads itself"
+    does = f"waits for {counted(num_workers, 'loader worker')}" if num_workers else "loads its data itself"
     needed = counted(workers_needed(share, num_workers), "worker")
-    return f". Data: {who}, {now}; {needed} per rank would be enough, if there are CPUs for them"
+    return (
+        f". Rank {shares.index(share)} {does} in {share:.0%} of a step; {needed} per rank would be enough, if there are "
+        "CPUs for them"
+    )
 
 
 def _stragglers(run: _Run) -> str:
