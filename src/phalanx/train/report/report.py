@@ -351,8 +351,8 @@ def _note_of_loading(run: _Run, attempt: int, tables: Sequence[Sequence[Sequence
     does = f"waits for {counted(num_workers, 'loader worker')}" if num_workers else "loads its data itself"
     needed = counted(workers_needed(share, num_workers), "worker")
     return (
-        f". Rank {shares.index(share)} {does} in {share:.0%} of a step; {needed} per rank would be enough, if there are "
-        "CPUs for them"
+        f". Rank {shares.index(share)} {does} in {share:.0%} of a step; {needed} per rank would be enough, if there "
+        "are CPUs for them"
     )
 
 
