@@ -7,9 +7,15 @@ global hook would break ``torch.compile(fullgraph=True)`` around a step.
 from __future__ import annotations
 
 import contextlib
+import math
 from contextlib import AbstractContextManager
 
 from phalanx.record import writer
+
+LEAST_LOADING = 0.05
+"""Share of a step spent on loading, above which workers, or more of them, are worth a try."""
+
+_HEADROOM = 1.25  # workers share CPUs, and some batches load slowly
 
 
 class Loop:
@@ -57,3 +63,13 @@ class Loop:
 def loading() -> AbstractContextManager[None]:
     """Return a context that records how long a manual loop waits for its data."""
     return contextlib.nullcontext() if writer.is_told else writer.phase("load data")
+
+
+def workers_needed(share: float, num_workers: int = 0) -> int:
+    """Return how many loader workers each rank needs, so that a batch is there when a step has been computed.
+
+    Args:
+        share: Measured share of a step in which the rank waits for its data, below 1.
+        num_workers: Number of workers with which it was measured; without any, the rank itself loads.
+    """
+    return math.ceil(_HEADROOM * (num_workers or share) / (1 - share))

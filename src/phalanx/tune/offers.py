@@ -10,7 +10,7 @@ from typing import Any
 from phalanx import _env
 from phalanx.host.cgroups import read
 from phalanx.launch import rank_trial
-from phalanx.train.report.metrics import LEAST_LOADING, workers_needed
+from phalanx.record.loop import LEAST_LOADING, workers_needed
 from phalanx.tune.trials import Setup
 
 _MOST_WORKERS = 8

@@ -48,25 +48,12 @@ RECORDED = {"data": "load data"}
 
 WORKERS = "loader workers"
 """Topic of a run's origin: number of processes that load the data of each rank."""
-LEAST_LOADING = 0.05
-"""Share of a step spent on loading, above which workers, or more of them, are worth a try."""
 
-_HEADROOM = 1.25  # workers share CPUs, and some batches load slowly
 _NAME = "metrics.jsonl"
 _TAIL_BYTES = 1 << 20  # bytes read from the end: enough for the last record, however many ranks there are
 _END_OF_TIME_S = 253_402_300_800.0  # the year 10000, beyond which time.gmtime fails to format
 _MAX_COUNT = 2**53  # every step up to here is exact as a float
 _UNDONE = ("step", "epoch", "evaluation", "save")  # kinds that a resumption from an earlier step repeats
-
-
-def workers_needed(share: float, num_workers: int = 0) -> int:
-    """Return how many loader workers each rank needs, so that a batch is there when a step has been computed.
-
-    Args:
-        share: Measured share of a step in which the rank waits for its data, below 1.
-        num_workers: Number of workers with which it was measured; without any, the rank itself loads.
-    """
-    return math.ceil(_HEADROOM * (num_workers or share) / (1 - share))
 
 
 class MetricsLog:

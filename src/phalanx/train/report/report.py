@@ -21,9 +21,9 @@ import phalanx
 from phalanx._text import counted, listed, measured
 from phalanx.failure.losses import place_of, repeated, sign_of, who_of
 from phalanx.record.box import SavedBoxes
+from phalanx.record.loop import LEAST_LOADING, workers_needed
 from phalanx.train.report import black_box, plots
 from phalanx.train.report.metrics import (
-    LEAST_LOADING,
     WORKERS,
     Record,
     is_being_written,
@@ -31,7 +31,6 @@ from phalanx.train.report.metrics import (
     read_metrics,
     resumed_at,
     without_undone,
-    workers_needed,
 )
 from phalanx.train.report.plots import Point, number
 from phalanx.train.settings import mode_of
@@ -336,7 +335,7 @@ def _note_of_loading(run: _Run, attempt: int, tables: Sequence[Sequence[Sequence
     The usual step counts, not the mean, because the first one waits until the workers have started.
 
     Args:
-        tables: For each record, and of each rank, the seconds of each phase of a step.
+        tables: Seconds of each phase of a step, by record and rank.
         place: Place of loading among the phases.
     """
     shares = [
