@@ -216,6 +216,12 @@ class Block:
         assert not self.is_closed, "a closed block can't be handed over"
         return Address(os.getpid(), self._fd, os.fstat(self._fd).st_ino, self.size_bytes)
 
+    @property
+    def path(self) -> str:
+        """Path at which this process can open the block's file again, for locks of its own."""
+        assert not self.is_closed, "a closed block can't be opened"
+        return path_of(self._fd)
+
     def hold(self, *, alone: bool = False) -> bool:
         """Try to lock the content against changes or, with `alone`, in order to change it; return without waiting.
 

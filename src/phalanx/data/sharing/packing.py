@@ -1,7 +1,7 @@
 """Objects in sealed memory: a pickle, whose arrays, tensors and long lists lie beside it and are read in place.
 
 An object is written once by `pack` and read by any number of processes with `unpack`. Pickle's protocol 5 hands over
-the buffers of arrays (NumPy, pandas, Arrow) apart from the pickle; `_Packer` adds those of tensors, and lays out each
+the buffers of arrays (NumPy, pandas, Arrow) apart from the pickle; `Packer` adds those of tensors, and lays out each
 long list item by item (`shared_list`). Only what is left, the skeleton, takes memory in each process.
 
 **Written to** what is read in place may be: the mapping is private, so the kernel copies a page before the first write
@@ -28,7 +28,7 @@ import sys
 import types
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -127,6 +127,13 @@ def lock(fd: int, at: int, kind: int) -> bool:
     return True
 
 
+class Sink(Protocol):
+    """Where the parts of an object are written."""
+
+    def write(self, data: bytes | memoryview, alignment: int = 1) -> int:
+        """Append bytes at a multiple of `alignment`; return their place."""
+
+
 class _File:
     """What is written to a memfd from `begin` on.
 
@@ -186,7 +193,7 @@ class _File:
         self._unchecked_bytes = 0
 
 
-def _take(file: _File | _Nowhere, parts: list[tuple[int, int]], buffer: pickle.PickleBuffer) -> bool:
+def _take(file: Sink, parts: list[tuple[int, int]], buffer: pickle.PickleBuffer) -> bool:
     """Write a buffer and note its place; return False, so that it is left out of the pickle."""
     with buffer.raw() as data:
         size = len(data)
@@ -194,20 +201,25 @@ def _take(file: _File | _Nowhere, parts: list[tuple[int, int]], buffer: pickle.P
     return False
 
 
-class _Packer(pickle.Pickler):
+class Packer(pickle.Pickler):
     """Pickles one object; buffers go to the file, and `parts` has their places and sizes."""
 
-    def __init__(self, into: io.BytesIO | _Nowhere, file: _File | _Nowhere) -> None:
+    def __init__(self, into: io.BytesIO | _Nowhere, file: Sink) -> None:
+        self._into: Any = into
         self.parts: list[tuple[int, int]] = []
         # A method of this object as the callback would be a circle, which keeps all that was pickled until it is found.
         super().__init__(into, protocol=5, buffer_callback=functools.partial(_take, file, self.parts))
         self._storages: dict[tuple[int, int], _Bytes] = {}
 
-    def begin(self) -> None:
-        """Forget what was pickled, and begin the next object."""
+    def encoded(self, item: Any) -> bytes:
+        """Forget what was pickled, and return the next item as it lies in a list, beside its parts."""
         self.clear_memo()
         self._storages.clear()
         self.parts.clear()
+        self._into.seek(0)
+        self.dump(item)
+        self._into.truncate()
+        return encode(self._into.getvalue(), self.parts)
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is Tensor and _is_plain(value) and not value.__dict__:
@@ -230,7 +242,7 @@ class _Packer(pickle.Pickler):
         return _tensor, (data, *how)
 
 
-class _WholePacker(_Packer):
+class _WholePacker(Packer):
     """Pickles an object and lays out its long lists."""
 
     def __init__(self, into: io.BytesIO, file: _File) -> None:
@@ -314,19 +326,15 @@ def _sparse_tensor(indices: Tensor, values: Tensor, shape: Any, requires_grad: b
 def _write_items(items: Sequence[Any], file: _File) -> int:
     """Write the items of a list and their index; return the place of the index."""
     index = array.array("Q")
-    into = io.BytesIO()
-    packer = _Packer(into, file)
+    packer = Packer(io.BytesIO(), file)
     for number, item in enumerate(items):
-        packer.begin()
-        into.seek(0)
         try:
-            packer.dump(item)
+            data = packer.encoded(item)
         except NoRoomError:
             raise
         except Exception as error:  # an item may raise anything
             raise _not_packed(item, f"item {number} of a list", error) from error
-        into.truncate()
-        index.append(file.write(encode(into.getvalue(), packer.parts)))
+        index.append(file.write(data))
     index.append(file.end)
     return file.write(index.tobytes(), 8)
 
@@ -344,7 +352,7 @@ def _not_packed(value: Any, name: str, error: Exception) -> NotPackedError:
     while parts:
         inner, part = parts.pop()
         try:
-            _Packer(_Nowhere(), _Nowhere()).dump(part)
+            Packer(_Nowhere(), _Nowhere()).dump(part)
         except Exception as found:
             name, value, error, parts = f"{inner} of {name}" if name != "it" else inner, part, found, _named_parts(part)
     if isinstance(value, (types.GeneratorType, map, filter, zip)):

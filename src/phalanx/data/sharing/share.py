@@ -24,6 +24,7 @@ from phalanx import _settings
 from phalanx._errors import PhalanxError, require_linux
 from phalanx._text import complain, in_units
 from phalanx.data.replica import lacks_group
+from phalanx.data.sharing.cached_items import WithCache, open_cache, require_items
 from phalanx.data.sharing.inputs import digest_of_inputs
 from phalanx.data.sharing.kept import KeptData, path_of_kept
 from phalanx.data.sharing.marks import marks
@@ -42,7 +43,13 @@ _calls = itertools.count()
 T = TypeVar("T")
 
 
-def share(data: T | Callable[[], T], *, key: str = "", group: dist.ProcessGroup | None = None) -> T:
+def share(
+    data: T | Callable[[], T],
+    *,
+    key: str = "",
+    cache: bool | int | str = False,
+    group: dist.ProcessGroup | None = None,
+) -> T:
     """Return the data, held in memory once for all ranks and workers of a host. Every rank must call this.
 
     Tensors, arrays and the buffers of tables are views of the shared memory. So are those inside of a dataset, whose
@@ -58,13 +65,15 @@ def share(data: T | Callable[[], T], *, key: str = "", group: dist.ProcessGroup 
         key: Name of what the function builds. Under ``phalanx run --max-restarts``, ranks that are started again find
             under this name what the same function with the same arguments has built before, if the files of the script
             and of its modules have not changed. What it reads otherwise, such as files, should be part of the key.
+        cache: True to compute each item of a dataset only once on each host, by whichever rank or worker asks for it
+            first; or the memory that the items may take, in bytes or as ``"8 GiB"``, instead of half of what is free.
         group: Ranks that share the data; None for all. A process without a group shares with its workers.
 
     Raises:
         PhalanxError: This is not Linux.
         RuntimeError: A rank has failed to build the data or to map it, or memory is short; every rank raises this. On
             the other ranks it is a PhalanxError with ``is_victim``.
-        TypeError: The data is None or a number or text, or the key is no text.
+        TypeError: The data is None or a number or text, or it has no items that could be cached, or the key is no text.
         ValueError: The ranks' data differs; the message names the rank and the first difference that was found.
 
     Example:
@@ -84,10 +93,15 @@ def share(data: T | Callable[[], T], *, key: str = "", group: dist.ProcessGroup 
         raise TypeError(
             f"phalanx.share: {_nothing(data)}; pass a dataset, list, dict, tensor, array, table or function"
         )
+    if cache:
+        if key:
+            raise ValueError("phalanx.share: a cache is not kept over restarts: leave out the key or the cache")
+        if not builds:
+            require_items(data)
+        function = WithCache(function, cache)
     mine = host_identity(_settings.read_settings().host)
-    told = ranks.gather(
-        (mine, [(_KIND, "a function"), ("the key", repr(key))] if builds else [(_KIND, "data"), *marks(data)])
-    )
+    of_data = [(_KIND, "a function"), ("the key", repr(key))] if builds else [(_KIND, "data"), *marks(data)]
+    told = ranks.gather((mine, [("the cache", repr(cache)), *of_data]))
     _refuse_different([marks for _, marks in told])
     builder = next(rank for rank, (host, _) in enumerate(told) if host == mine)
     mapping, problem, cause = None, "", None
@@ -99,7 +113,7 @@ def share(data: T | Callable[[], T], *, key: str = "", group: dist.ProcessGroup 
         mapping, problem = _map(offers[builder][0])
     value = None
     if mapping is not None:
-        value, problem = _unpack(mapping)
+        value, problem = _unpack(mapping, has_cache=bool(cache))
     _raise_first(ranks.gather(problem), ranks, None)  # and until then, the builder keeps its mapping
     if builder == ranks.rank and mapping is not None and skeleton_bytes(mapping) > _PRIVATE_BYTES:
         complain(
@@ -167,15 +181,16 @@ def _map(address: Address | None) -> tuple[Region | None, str]:
         return None, f"can't map the shared data: {error.strerror or error}"
 
 
-def _unpack(mapping: Region) -> tuple[Any, str]:
+def _unpack(mapping: Region, *, has_cache: bool) -> tuple[Any, str]:
     try:
-        return unpack(mapping), ""
+        value = unpack(mapping)
+        return open_cache(**value) if has_cache else value, ""
     except Exception as error:  # the data's own code may raise anything
         return None, f"can't make the data from its pickle: {type(error).__name__}: {error}"
 
 
 def _name(function: Any) -> str:
-    while isinstance(function, functools.partial):
+    while isinstance(function, (functools.partial, WithCache)):
         function = function.func
     return str(getattr(function, "__qualname__", function))
 

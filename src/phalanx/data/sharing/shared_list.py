@@ -37,6 +37,26 @@ def encode(data: bytes, parts: Sequence[tuple[int, int]]) -> bytes:
     return b"".join((_HEAD.pack(len(parts), len(data)), *(_PART.pack(*part) for part in parts), data))
 
 
+def decode(memory: memoryview, begin: int, end: int, *, copies: bool = False) -> Any:
+    """Return an item that lies in a block.
+
+    Args:
+        memory: The block.
+        begin: Place of what `encode` has returned.
+        end: Place behind it.
+        copies: Whether the item's arrays and tensors have memory of their own; otherwise, they are views of the block.
+    """
+    data = memory[begin:end]
+    if data[0] != _HAS_PARTS:
+        return pickle.loads(data)
+    num_parts, size = _HEAD.unpack_from(data)
+    starts = range(_HEAD.size, _HEAD.size + num_parts * _PART.size, _PART.size)
+    parts = [_PART.unpack_from(data, start) for start in starts]
+    views = [memory[place : place + length] for place, length in parts]
+    buffers = map(bytearray, views) if copies else views
+    return pickle.loads(data[starts.stop : starts.stop + size], buffers=buffers)
+
+
 class SharedList(Sequence[Any]):
     """A read-only list in shared memory, made by `phalanx.share`.
 
@@ -104,15 +124,7 @@ class SharedList(Sequence[Any]):
 
     def _item(self, number: int) -> Any:
         at = self._index_at + 8 * number
-        begin, end = struct.unpack_from("<QQ", self._memory, at)
-        data = self._memory[begin:end]
-        if data[0] != _HAS_PARTS:
-            return pickle.loads(data)
-        num_parts, size = _HEAD.unpack_from(data)
-        starts = range(_HEAD.size, _HEAD.size + num_parts * _PART.size, _PART.size)
-        parts = [_PART.unpack_from(data, start) for start in starts]
-        views = [self._memory[place : place + length] for place, length in parts]
-        return pickle.loads(data[starts.stop : starts.stop + size], buffers=views)
+        return decode(self._memory, *struct.unpack_from("<QQ", self._memory, at))
 
 
 def _hand_over(value: SharedList) -> tuple[Any, ...]:
