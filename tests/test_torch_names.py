@@ -23,6 +23,7 @@ PACKAGE = Path(phalanx.__file__).parent
 # Private names of Python's own library, and the ones that a namedtuple has.
 PYTHONS = {
     "_start_method",
+    *("_reader", "_writer"),  # of multiprocessing
     *("_exit", "_getframe", "_replace", "_asdict", "_fields"),
     *("_xoptions", "_startTime", "_Py_GetConfig", "_Py_GetConfigsAsDict"),  # of sys, of logging, of CPython itself
     *("_config", "_inheriting", "_forkserver", "_forkserver_alive_fd", "_preload_modules"),  # of multiprocessing

@@ -106,6 +106,11 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def signal_description(number: int) -> str:
+    """Return ``Killed`` for 9, as the C library and torch name signals."""
+    return signal.strsignal(number) or f"Unknown signal {number}"
+
+
 def shortened(text: str, max_chars: int = 60) -> str:
     """Return text cut to `max_chars`, between words if it has some, so that it fits into a line with other text."""
     if len(text) <= max_chars:

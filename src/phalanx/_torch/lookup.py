@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 import threading
@@ -234,6 +235,23 @@ def begin_workers_with(around: Callable[[], contextlib.AbstractContextManager[No
             begin(*args)
 
     signal_handling._set_worker_signal_handlers = begin_worker
+
+
+class UnwatchedPid(int):
+    """The pid of a loader's worker whose death torch's handler of SIGCHLD does not report."""
+
+
+@functools.cache
+def leave_to_phalanx() -> None:
+    """Keep torch's handler of SIGCHLD from watching workers with an `UnwatchedPid`."""
+    from torch.utils.data._utils import signal_handling
+
+    watch = __getattr__("set_worker_pids")
+
+    def watch_others(key: int, child_pids: tuple[int, ...]) -> None:
+        watch(key, tuple(pid for pid in child_pids if not isinstance(pid, UnwatchedPid)))
+
+    signal_handling._set_worker_pids = watch_others
 
 
 def backend_argument(frame: FrameType) -> str | None:

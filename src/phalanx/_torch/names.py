@@ -76,6 +76,10 @@ def _load_nothing() -> None:
     """Replace torch's worker loop if torch lacks it; no process ever runs this function."""
 
 
+class _NoError:
+    """Stands in for the class of errors that workers send, if torch lacks it; no error is of this class."""
+
+
 # ---- the table -----------------------------------------------------------------------------------------------------
 
 NAMES = {
@@ -155,6 +159,18 @@ NAMES = {
         "to know a process that loads data when it is started",
         "a signal that asks ranks to save may end the processes that load data for them",
         _load_nothing,
+    ),
+    "set_worker_pids": Name(
+        "torch.utils.data._utils.signal_handling._set_worker_pids",
+        "to report the death of a phalanx.DataLoader's worker where the rank waits for a batch",
+        "a rank is interrupted at any line when a worker of its phalanx.DataLoader dies, even with worker_retries",
+        lambda *_: None,
+    ),
+    "ExceptionWrapper": Name(
+        "torch._utils.ExceptionWrapper",
+        "to name the sample at which a dataset raises an error in a worker",
+        "errors of a dataset in a worker do not name the sample",
+        _NoError,
     ),
     "new_shared_storage": Name(
         "torch.UntypedStorage._new_shared",

@@ -22,6 +22,7 @@ from phalanx.data.replica import rank_and_size
 from phalanx.data.sampler import DistributedSampler
 from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.data.shards import Shard
+from phalanx.data.workers.results import Results, WorkersContext
 from phalanx.record.loop import loading
 from phalanx.wire.sockets import keep_paths_short
 
@@ -52,6 +53,10 @@ class DataLoader(torch_data.DataLoader[Any]):
       in blocks that a worker fills again when no tensor of this process lies in them any more; a batch may be kept for
       as long as it is needed. Where memfd_create is forbidden, or if torch's sharing strategy is ``file_system``, torch
       hands over batches in its own way.
+    - If a worker dies, as it does when memory runs out, an error names the signal and the batch that the worker was
+      loading. With `worker_retries`, a new worker takes its place instead: each batch still comes once, in the same
+      order, and the other workers go on. The error is raised where the rank waits for a batch, never in the middle of a
+      step. If the dataset raises an exception in a worker, the message names the sample.
     - `state_dict` and `load_state_dict` resume in the middle of an epoch, on any number of ranks. With the same number
       of ranks, each rank gets the batches that it would have got without the interruption, and, if a `RandomState` is
       restored too, the same random numbers. Random numbers in workers are not resumed, so augmentation that runs in
@@ -61,10 +66,15 @@ class DataLoader(torch_data.DataLoader[Any]):
         is_own_part: Whether the dataset is already this rank's own part, so that the loader does not divide it again.
             With several ranks, a `Partition` needs True or False. With a sampler, False confirms that every rank is
             meant to take all samples.
+        worker_retries: Number of workers, in each epoch, that may die and are replaced. An exception of the dataset is
+            not a death. The new worker has the number and the seed of the dead one but begins its random numbers anew:
+            samples come out the same only if the dataset derives its random numbers from the sample's index. A batch
+            that was being loaded is loaded again, so what `__getitem__` writes elsewhere, it may write twice.
 
     Raises:
         RuntimeError: There are several ranks and no process group yet.
-        ValueError: The dataset is a `Partition`, and `is_own_part` does not say whether it is this rank's part.
+        ValueError: The dataset is a `Partition`, and `is_own_part` does not say whether it is this rank's part; or the
+            dataset is a stream, whose workers can't be replaced, and `worker_retries` is not 0.
 
     Example:
         >>> data = torch.utils.data.TensorDataset(torch.arange(6))
@@ -101,7 +111,9 @@ class DataLoader(torch_data.DataLoader[Any]):
         pin_memory_device: str = "",
         in_order: bool = True,
         is_own_part: bool | None = None,
+        worker_retries: int = 0,
     ) -> None:
+        _check_retries(worker_retries, dataset)
         rank, num_replicas = rank_and_size()
         is_told = rank == 0 and num_replicas > 1 and is_own_part is None
         self._remark: str = _undivided(dataset, sampler, batch_sampler, num_replicas) if is_told else ""
@@ -120,6 +132,9 @@ class DataLoader(torch_data.DataLoader[Any]):
             pin_memory_device=pin_memory_device, in_order=in_order,
         )  # fmt: skip
         self.is_own_part: bool = bool(is_own_part)
+        self.worker_retries: int = worker_retries
+        self._rank = rank
+        self._results: Results | None = None  # of persistent workers
         self._num_batches = 0  # number of batches yielded in this epoch
         self._is_over = False
         self._has_drawn = False
@@ -130,11 +145,32 @@ class DataLoader(torch_data.DataLoader[Any]):
             warn_caller(remark)
         # torch draws the workers' seed here, even without workers. In a resumed epoch, the earlier run has already
         # drawn this seed, so the draw is undone.
-        with random_state_kept() if self._has_drawn else contextlib.nullcontext(), handed_over(self):
+        if self._results is not None and self._results.failure:
+            self._iterator = self._results = None  # one of the persistent workers has died: start new ones
+        with random_state_kept() if self._has_drawn else contextlib.nullcontext(), self._watched_workers():
             batches = super().__iter__()
         self._has_drawn = False
         self._num_batches, self._is_over = 0, False
         return self._count(batches)
+
+    @contextlib.contextmanager
+    def _watched_workers(self) -> Iterator[None]:
+        """Let workers that are started in a context hand over batches without ``/dev/shm``, and be replaced."""
+        if not self.num_workers or self._iterator is not None:
+            yield
+            return
+        with handed_over(self) as forget:
+            context, has_samples = (
+                self.multiprocessing_context,
+                not isinstance(self.dataset, torch_data.IterableDataset),
+            )
+            watched = WorkersContext(context, self._rank, self.worker_retries, has_samples, forget)
+            self.multiprocessing_context = watched
+            try:
+                yield
+            finally:
+                self.multiprocessing_context = context
+                self._results = watched.results if self.persistent_workers else None
 
     def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
         end = object()
@@ -185,6 +221,16 @@ class DataLoader(torch_data.DataLoader[Any]):
                 f"a {type(self.sampler).__name__} can't be resumed: pass sampler=phalanx.DistributedSampler(dataset)"
             )
         return self.sampler
+
+
+def _check_retries(worker_retries: int, dataset: Any) -> None:
+    if worker_retries < 0:
+        raise ValueError(f"worker_retries must be at least 0, got {worker_retries}")
+    if worker_retries and isinstance(dataset, torch_data.IterableDataset):
+        raise ValueError(
+            f"worker_retries={worker_retries}: the dataset is a stream, here a {type(dataset).__name__}, and a worker "
+            "that dies can't be replaced in the middle of a stream: leave it out, or pass a map-style dataset"
+        )
 
 
 def _dividing_sampler(

@@ -34,7 +34,6 @@ from torch.utils import data as torch_data
 from phalanx._torch.storages import can_share_storages, make_shared_storages_with
 from phalanx.data.handover import received
 from phalanx.data.handover.batch_blocks import BatchBlock, BlockPool, can_hand_over
-from phalanx.data.handover.queues import context_for
 from phalanx.host.shared_blocks import Address
 
 _IN_PICKLE_BYTES = 64 << 10  # fewer bytes pass through the queue's pipe faster than a block is mapped
@@ -83,6 +82,15 @@ class HandingOver:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_received": None}
 
+    def forget(self, worker: int) -> None:
+        """Forget what a dead worker has handed over; batches of it stay valid.
+
+        Args:
+            worker: Process that has died.
+        """
+        with received.lock:
+            received.of_iterator(self._number).forget(worker)
+
     def _begin(self) -> None:
         self._has_begun, self._received = True, None
         if torch_data.get_worker_info() is not None and can_hand_over():
@@ -95,23 +103,25 @@ class HandingOver:
 
 
 @contextlib.contextmanager
-def handed_over(loader: torch_data.DataLoader[Any]) -> Iterator[None]:
+def handed_over(loader: torch_data.DataLoader[Any]) -> Iterator[Callable[[int], None]]:
     """Let the workers that a loader starts in a context hand over their batches without ``/dev/shm``.
 
     Whoever has chosen torch's strategy "file_system" gets that.
+
+    Yields:
+        Function that forgets what a worker has handed over, to be called with its pid when it has died.
     """
     is_wanted = loader.num_workers and torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
     if not is_wanted or not can_hand_over() or not can_share_storages():
-        yield
+        yield lambda pid: None
         return
     received.watch_forks()
-    collate, context = loader.collate_fn, loader.multiprocessing_context
-    loader.collate_fn = HandingOver(collate, loader.prefetch_factor or 1)
-    loader.multiprocessing_context = context_for(context) or context
+    collate = loader.collate_fn
+    loader.collate_fn = handing_over = HandingOver(collate, loader.prefetch_factor or 1)
     try:
-        yield
+        yield handing_over.forget
     finally:
-        loader.collate_fn, loader.multiprocessing_context = collate, context
+        loader.collate_fn = collate
 
 
 # ---- in the worker -------------------------------------------------------------------------------------------------

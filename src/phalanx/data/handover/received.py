@@ -127,6 +127,10 @@ class ReceivedBlocks:
                 mapping.give_back_if_unused()
                 mapping.note_fork()
 
+    def forget(self, worker: int) -> None:
+        """Drop the mappings of a worker that has died; tensors keep theirs."""
+        self._of_workers.pop(worker, None)
+
     def drop(self) -> None:
         """Drop all mappings; tensors keep theirs."""
         self._of_workers = {}

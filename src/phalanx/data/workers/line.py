@@ -1,0 +1,174 @@
+"""`Line`: what connects a rank with one worker process. Nothing of it is shared with another worker.
+
+torch lets all workers write into one pipe, under a lock of multiprocessing. A worker that is killed while it holds the
+lock, or in the middle of a message, takes all others with it. Here each worker has a pipe of its own, with one reader
+and one writer. So there is no lock, nothing lies in ``/dev/shm``, and a message that is cut off ends only its own pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from multiprocessing import queues
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+from phalanx.host.shared_blocks import unnamed_file
+
+NO_TASK = -1
+ALL_LOADED = -1
+
+
+class Line:
+    """Two pipes and a page between the rank and a worker process. A worker that takes another's place gets a new line.
+
+    Attributes:
+        tasks: Queue of tasks for the worker.
+        results: Queue of what the worker sends.
+        progress: Page in which the worker writes how far it is.
+        index: Samples that this worker is working on; known in the worker only.
+    """
+
+    def __init__(self) -> None:
+        self.tasks, self.results, self.progress = PrivateQueue(), PrivateQueue(), Progress()
+        self.tasks.cancel_join_thread()
+        self.index: Any = None
+
+    def keep_ends_of_rank(self) -> None:
+        """Close what only the worker uses, so that its pipes end when it ends."""
+        self.tasks.reader.close()
+        self.results.writer.close()
+
+    def keep_ends_of_worker(self) -> None:
+        self.tasks.writer.close()
+        self.results.reader.close()
+
+    def close(self) -> None:
+        """Close the rank's ends."""
+        self.tasks.close()
+        self.results.reader.close()
+
+
+class PrivateQueue(queues.Queue):
+    """multiprocessing's queue, for one reader and one writer, who need no locks."""
+
+    def __init__(self) -> None:
+        super().__init__(ctx=_NoLocks())
+        self._ignore_epipe = True  # the other side may have ended
+
+    @property
+    def reader(self) -> Connection:
+        return self._reader  # type: ignore[attr-defined]
+
+    @property
+    def writer(self) -> Connection:
+        return self._writer  # type: ignore[attr-defined]
+
+
+class _NoLock:
+    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+    def __enter__(self) -> bool:
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _NoLocks:
+    """The locks that multiprocessing's queue takes from a context."""
+
+    def Lock(self) -> _NoLock:
+        return _NoLock()
+
+    def BoundedSemaphore(self, value: int = 1) -> _NoLock:
+        return _NoLock()
+
+
+class UnnamedFile:
+    """A file without a name that the processes which this one starts have too, however they are started."""
+
+    def __init__(self) -> None:
+        try:
+            self._fd = unnamed_file("phalanx-loader")
+        except (OSError, AttributeError):  # a sandbox, or another system
+            with tempfile.TemporaryFile() as file:
+                self._fd = os.dup(file.fileno())
+
+    def __getstate__(self) -> Any:
+        return DupFd(self._fd)
+
+    def __setstate__(self, sent: Any) -> None:
+        self._fd = sent.detach()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError, TypeError):  # the interpreter is ending, or `__init__` failed
+            os.close(self._fd)
+
+
+class Flag(UnnamedFile):
+    """An event that nobody waits for."""
+
+    def is_set(self) -> bool:
+        return os.fstat(self._fd).st_size > 0
+
+    def set(self) -> None:
+        os.ftruncate(self._fd, 1)
+
+
+class Progress(UnnamedFile):
+    """How far a worker is; the rank reads it when the worker has died. A note costs less than 0.1 us."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        os.ftruncate(self._fd, 16)
+        self._map()
+        self.begin(NO_TASK)
+
+    def __setstate__(self, sent: Any) -> None:
+        super().__setstate__(sent)
+        self._map()
+
+    def _map(self) -> None:
+        self._numbers = memoryview(mmap.mmap(self._fd, 16)).cast("q")
+
+    @property
+    def task(self) -> int:
+        """Number of the task that was begun last, `NO_TASK` if there is none."""
+        return self._numbers[0]
+
+    @property
+    def num_begun(self) -> int:
+        """Number of its samples that were begun, as far as they are counted; `ALL_LOADED` after the last one."""
+        return self._numbers[1]
+
+    def begin(self, task: int) -> None:
+        self._numbers[1] = 0
+        self._numbers[0] = task
+
+    def counting(self, samples: list[Any]) -> CountedSamples:
+        """Return the samples of the task, which are counted when torch takes one after the other."""
+        counted = CountedSamples(samples)
+        counted.numbers = self._numbers
+        return counted
+
+
+class CountedSamples(list[Any]):
+    """A list that notes how far an iteration is."""
+
+    numbers: memoryview[int]
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = self.numbers
+        for number, sample in enumerate(super().__iter__(), 1):
+            numbers[1] = number
+            yield sample
+        numbers[1] = ALL_LOADED

@@ -1,0 +1,205 @@
+"""`WorkersContext`: what torch's iterator takes for multiprocessing, so that its workers may die.
+
+torch makes one queue for all batches, then for each worker a queue of tasks and a process. It gets a `Results`, and for
+each worker its `Tasks` and a `Worker`. Whatever torch does with them (order, prefetching, persistent workers, pinned
+memory, timeouts) stays torch's.
+
+**A death** is seen where the rank waits for a batch, at once: the wait ends when a process does. What the dead worker
+has sent in whole is still received. Then either an error says at which batch it died, or, as long as there are retries,
+a new process takes its place: it has the same number and seed, and gets the tasks that were not answered, in the same
+order. torch notices nothing, so each batch comes exactly once. The other workers go on meanwhile.
+
+**torch's handler of SIGCHLD** would raise an error in the main thread at whatever line it is, in the middle of a step.
+So it does not watch these workers.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import multiprocessing
+import os
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from phalanx._text import complain
+from phalanx._torch import ExceptionWrapper
+from phalanx._torch.lookup import leave_to_phalanx
+from phalanx.data.workers.line import Flag, Line
+from phalanx.data.workers.worker import Tasks, Worker, place_of
+
+_LOOK_S = 0.5  # between two looks at the workers, for a death that no descriptor shows
+FETCHING = ", in fetch\n"
+"""Part of an error's traceback that shows that torch was fetching a batch, rather than calling worker_init_fn."""
+
+
+class WorkersContext(BaseContext):
+    """A context of multiprocessing for one iterator of a loader.
+
+    Args:
+        wanted: Context that the loader would use; None for the default one.
+        rank: Rank of this process, for messages.
+        num_retries: Number of deaths in an epoch that are made good.
+        has_samples: Whether the dataset is map-style, so that a batch is known by its samples.
+        forget: Function that is called with the pid of a dead worker.
+    """
+
+    def __init__(
+        self, wanted: Any, rank: int, num_retries: int, has_samples: bool, forget: Callable[[int], None]
+    ) -> None:
+        leave_to_phalanx()
+        self._context = wanted or multiprocessing.get_context(multiprocessing.get_start_method())
+        self._has_samples = has_samples
+        self.results = Results(rank, num_retries, forget)
+        self._is_asked_for_results = True
+
+    def Queue(self, maxsize: int = 0) -> Any:
+        if self._is_asked_for_results:
+            self._is_asked_for_results = False
+            return self.results
+        results = self.results
+        worker = Worker(len(results.workers), self._context, self._has_samples, results.lend, results.begin_epoch)
+        results.workers.append(worker)
+        return Tasks(worker)
+
+    def Event(self) -> Any:
+        return Flag()
+
+    def Process(self, **start: Any) -> Any:
+        return self.results.workers[-1].prepare(start)
+
+
+class Results:
+    """The queue of all batches, as both sides see it; each worker writes into a pipe of its own.
+
+    Attributes:
+        workers: All workers, in the order of their numbers.
+        failure: Message of a death that was not made good, after which no epoch can go on; empty if there is none.
+    """
+
+    def __init__(self, rank: int, num_retries: int, forget: Callable[[int], None]) -> None:
+        self.workers: list[Worker] = []
+        self.failure = ""  # not the error, which would refer to its frames, and they to this object
+        self._rank, self._num_retries, self._num_left, self._forget = rank, num_retries, num_retries, forget
+        self._line: Line | None = None
+        self._owner = os.getpid(), threading.get_ident()
+        self._from_rank, self._to_rank = Pipe(duplex=False)  # torch wakes the thread that pins memory
+        self._poll = select.poll()
+        self._watched: dict[int, Worker] = {}
+        self._ready: collections.deque[int] = collections.deque()
+
+    def lend(self, line: Line) -> None:
+        """Let the process that is started next write into a line."""
+        self._line = line
+
+    def __getstate__(self) -> Any:
+        return self._line
+
+    def __setstate__(self, line: Line) -> None:
+        self._line, self._owner = line, (0, 0)
+
+    def put(self, item: Any) -> None:
+        if os.getpid() == self._owner[0]:
+            self._to_rank.send(item)
+            return
+        assert self._line is not None
+        if isinstance(item[1], ExceptionWrapper) and FETCHING in item[1].exc_msg:
+            item[1].where += place_of(self._line)
+        self._line.results.put(item)
+
+    def cancel_join_thread(self) -> None:
+        if os.getpid() != self._owner[0] and self._line is not None:
+            self._line.results.cancel_join_thread()
+
+    def close(self) -> None:
+        if os.getpid() != self._owner[0] and self._line is not None:
+            self._line.results.close()
+
+    # ---- in the rank
+
+    def begin_epoch(self) -> None:
+        self._num_left = self._num_retries
+
+    def get(self, block: bool = True, timeout: float = math.inf) -> Any:
+        """Return what a worker has sent: the number of a batch, and the batch.
+
+        Raises:
+            queue.Empty: Nothing came in time.
+            RuntimeError: A worker has died, and no retry is left.
+        """
+        if not self._watched:
+            self._poll.register(self._from_rank, select.POLLIN)
+            for worker in self.workers:
+                self._watch(worker)
+        until = time.monotonic() + timeout
+        while True:
+            fd = self._next_ready(until)
+            if fd == self._from_rank.fileno():
+                return self._from_rank.recv()
+            found = self._find_dead() if fd is None else self._watched[fd]
+            if found is None:
+                if time.monotonic() >= until:
+                    raise queue.Empty
+                continue
+            item = found.receive()
+            if item is None and not found.is_running():
+                item = self._lose(found)
+                until = time.monotonic() + timeout  # the batch is loaded once more
+            if item is not None:
+                return item
+
+    def _next_ready(self, until: float) -> int | None:
+        if not self._ready:
+            wait_s = max(0.0, min(until - time.monotonic(), _LOOK_S))
+            self._ready.extend(fd for fd, _ in self._poll.poll(math.ceil(wait_s * 1000)))
+        return self._ready.popleft() if self._ready else None
+
+    def _find_dead(self) -> Worker | None:
+        if self.failure and threading.get_ident() == self._owner[1]:
+            raise RuntimeError(self.failure)
+        return next((worker for worker in self._watched.values() if not worker.is_running()), None)
+
+    def _lose(self, worker: Worker) -> Any:
+        """Replace a dead worker; if no retry is left, raise the error, or return it as what the worker has sent."""
+        self._unwatch(worker)
+        if worker.is_told_to_end:
+            return None
+        death = worker.death()
+        self._forget(death.pid)
+        if self._num_left > 0:
+            self._num_left -= 1
+            complain(death.notice(self._rank, self._num_left))
+            worker.replace()
+            self._watch(worker)
+            return None
+        self.failure = death.failure(self._rank, self._num_retries)
+        if threading.get_ident() != self._owner[1] and death.task is not None:  # the thread that pins memory
+            return death.task, _Failure(self.failure)
+        raise RuntimeError(self.failure)
+
+    def _watch(self, worker: Worker) -> None:
+        for fd in worker.fds:
+            self._watched[fd] = worker
+            self._poll.register(fd, select.POLLIN)
+
+    def _unwatch(self, worker: Worker) -> None:
+        for fd in [fd for fd, of in self._watched.items() if of is worker]:
+            del self._watched[fd]
+            self._poll.unregister(fd)
+        self._ready.clear()
+
+
+class _Failure(ExceptionWrapper):
+    """A death, for torch's iterator to raise as the result of a batch."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def reraise(self) -> None:
+        raise RuntimeError(self._message)
