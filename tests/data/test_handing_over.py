@@ -263,7 +263,8 @@ class InterruptAt:
 
     def __call__(self, frame, event, argument):
         path = frame.f_code.co_filename
-        if event == "call" and ("/phalanx/data/handover/" in path or path.endswith(("/weakref.py", "/_weakrefset.py"))):
+        is_ours = "/phalanx/data/handover/" in path or "/phalanx/data/workers/" in path
+        if event == "call" and (is_ours or path.endswith(("/weakref.py", "/_weakrefset.py"))):
             self.num_calls += 1
             if self.num_calls == self.number:
                 self.where = str(frame)
