@@ -15,7 +15,7 @@ from phalanx.failure.ending import Ending
 _BY_SIGNAL = {
     signal.SIGILL: "an instruction that this processor lacks: a library was built for a newer one",
     signal.SIGSEGV: "native code crashed, called from the Python line above",
-    signal.SIGBUS: "a mapped file or shared memory ran out: look at the disk and at /dev/shm",
+    signal.SIGBUS: "a mapped file was cut short, or the disk or /dev/shm was full",
     signal.SIGABRT: "native code gave up; its reason is in the log",
     signal.SIGFPE: "native code divided by zero",
     signal.SIGXCPU: "the limit of CPU time was reached (ulimit -t)",
@@ -133,8 +133,13 @@ _HINTS = (
         "torch 2.15", "module-prefix",
     ),
     Hint(
-        r"\w+", r"DataLoader worker \(pid[^)]*\).*killed by signal: (?:Killed|Bus error)",
-        "the memory or /dev/shm was full: fewer DataLoader workers, or a smaller batch",
+        r"\w+", r"DataLoader worker \(pid[^)]*\).*killed by signal: Killed",
+        "memory ran out: fewer DataLoader workers, or a smaller batch",
+        "torch 2.15", "dataloader-worker",
+    ),
+    Hint(
+        r"\w+", r"DataLoader worker \(pid[^)]*\).*killed by signal: Bus error",
+        "a mapped file or its disk, or /dev/shm with torch's own DataLoader (phalanx.DataLoader does not need it)",
         "torch 2.15", "dataloader-worker",
     ),
     Hint(

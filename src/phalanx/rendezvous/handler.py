@@ -31,6 +31,7 @@ from phalanx._errors import require_linux
 from phalanx.rendezvous.asked import Asked, caller, launch_of, read_url
 from phalanx.rendezvous.launched import note_meeting
 from phalanx.rendezvous.patience import Patience
+from phalanx.rendezvous.reimported import refuse_to_meet_again
 from phalanx.rendezvous.roll_call import RollCall
 from phalanx.rendezvous.server import is_taken, open_store, store_of_another
 from phalanx.rendezvous.solo import exchanges_uncounted, wants_others
@@ -54,6 +55,7 @@ def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Rendezvous]
     if backend is None:  # the call is not from init_process_group, but from RPC or the like
         exchanges_uncounted()
         return torchs()
+    refuse_to_meet_again("init_process_group")
     _check_backend(backend, where, is_launched=launch_of(_env.environment()) is not None)
     if "phalanx" in backend.lower():
         require_linux()  # here, before ranks wait for one another in the rendezvous

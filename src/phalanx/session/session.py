@@ -29,6 +29,7 @@ from phalanx.failure.last_words import tell_when_ended
 from phalanx.host.schedulers import Placement
 from phalanx.launch.rank import watch_torch
 from phalanx.record import writer
+from phalanx.rendezvous.reimported import refuse_to_meet_again
 from phalanx.session.arguments import naming_arguments
 from phalanx.session.loop import DTYPES, checked_precision, gather_rows, going_first, synchronizing
 from phalanx.session.meeting_point import contract, find_place, meet, place_by_hosts
@@ -249,6 +250,7 @@ def init(
         tensor([1., 1., 1.])
     """
     global _current
+    refuse_to_meet_again("phalanx.init")
     tell_when_ended(writer.note)
     watch_torch()
     limit = None if timeout is None else timedelta(seconds=_env.seconds("timeout", timeout))
