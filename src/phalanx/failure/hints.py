@@ -15,7 +15,7 @@ from phalanx.failure.ending import Ending
 _BY_SIGNAL = {
     signal.SIGILL: "an instruction that this processor lacks: a library was built for a newer one",
     signal.SIGSEGV: "native code crashed, called from the Python line above",
-    signal.SIGBUS: "a mapped file was cut short, or the disk or /dev/shm was full",
+    signal.SIGBUS: "a mapped file or shared memory ran out: look at the disk and at /dev/shm",
     signal.SIGABRT: "native code gave up; its reason is in the log",
     signal.SIGFPE: "native code divided by zero",
     signal.SIGXCPU: "the limit of CPU time was reached (ulimit -t)",
