@@ -2,5 +2,6 @@
 
 `handler` runs in front of torch's own handlers of ``env://``, ``tcp://`` and ``file://``; `server` opens the store, and
 `roll_call` gathers the ranks in this store. `launched` holds what a rank knows about its launch; `solo` notices ranks
-that never met. Start with `handler`. Nothing here makes a group or sends a tensor.
+that never met, `reimported` processes that only import the script again. Start with `handler`. Nothing here makes a
+group or sends a tensor.
 """
