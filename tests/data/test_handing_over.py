@@ -258,27 +258,28 @@ def test_a_killed_worker_leaves_nothing():
 class InterruptAt:
     """Raises an error at the n-th call of a function of ours that has to do with blocks, as a signal handler may."""
 
-    def __init__(self, number):
-        self.number, self.num_calls, self.where = number, 0, ""
+    def __init__(self, number, folders):
+        self.number, self.folders = number, folders
+        self.num_calls, self.where = 0, ""
 
     def __call__(self, frame, event, argument):
         path = frame.f_code.co_filename
-        is_ours = "/phalanx/data/handover/" in path or "/phalanx/data/workers/" in path
+        is_ours = any(f"/phalanx/data/{folder}/" in path for folder in self.folders)
         if event == "call" and (is_ours or path.endswith(("/weakref.py", "/_weakrefset.py"))):
             self.num_calls += 1
             if self.num_calls == self.number:
                 self.where = str(frame)
-                raise InterruptedError
+                raise KeyboardInterrupt
 
 
-def interrupt_anywhere(rank, world_size):
+def interrupt_anywhere(rank, world_size, folders):
     sys.unraisablehook = lambda error: None  # such as an error in a weak reference's function, of which Python tells
     for number in itertools.count(1):
-        interrupt = InterruptAt(number)
+        interrupt = InterruptAt(number, folders)
         batches = iter(phalanx.DataLoader(Records(200_000, 3), batch_size=1, num_workers=1))
         sys.setprofile(interrupt)
         try:
-            with contextlib.suppress(InterruptedError):
+            with contextlib.suppress(KeyboardInterrupt):
                 for batch in batches:
                     del batch
             del batches
@@ -290,8 +291,11 @@ def interrupt_anywhere(rank, world_size):
             return number
 
 
-def test_a_loop_that_is_interrupted_anywhere_leaves_nothing():
-    (num_calls,) = run_ranks(interrupt_anywhere, 1, init=False, timeout_s=240)
+@pytest.mark.parametrize(
+    "folders", [["handover"], pytest.param(["handover", "workers"], marks=pytest.mark.slow)], ids=["handover", "all"]
+)
+def test_a_loop_that_is_interrupted_anywhere_leaves_nothing(folders):
+    (num_calls,) = run_ranks(interrupt_anywhere, 1, folders, init=False, timeout_s=400)
     assert num_calls > 20
 
 

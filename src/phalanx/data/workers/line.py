@@ -125,7 +125,7 @@ class Flag(UnnamedFile):
 
 
 class Progress(UnnamedFile):
-    """How far a worker is; the rank reads it when the worker has died. A note costs less than 0.1 us."""
+    """How far a worker is; the rank reads it when the worker has died."""
 
     def __init__(self) -> None:
         super().__init__()
