@@ -7,6 +7,8 @@ earlier run has already made that draw. So when an epoch is resumed, the loader 
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -31,6 +33,19 @@ _OF_ONE_PROCESS = (
     torch_data.RandomSampler, torch_data.SequentialSampler, torch_data.WeightedRandomSampler,
     torch_data.SubsetRandomSampler, list, tuple, range, torch.Tensor,
 )  # fmt: skip
+
+_END = object()
+_starting = threading.RLock()
+"""Held while workers are started, because a loader's attributes are other ones meanwhile."""
+
+
+def _renew_lock() -> None:
+    global _starting
+    _starting = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 class DataLoader(torch_data.DataLoader[Any]):
@@ -151,7 +166,7 @@ class DataLoader(torch_data.DataLoader[Any]):
             batches = super().__iter__()
         self._has_drawn = False
         self._num_batches, self._is_over = 0, False
-        return self._count(batches)
+        return _Batches(self, batches)
 
     @contextlib.contextmanager
     def _watched_workers(self) -> Iterator[None]:
@@ -159,7 +174,7 @@ class DataLoader(torch_data.DataLoader[Any]):
         if not self.num_workers or self._iterator is not None:
             yield
             return
-        with handed_over(self) as forget:
+        with _starting, handed_over(self) as forget:
             context, has_samples = (
                 self.multiprocessing_context,
                 not isinstance(self.dataset, torch_data.IterableDataset),
@@ -171,17 +186,6 @@ class DataLoader(torch_data.DataLoader[Any]):
             finally:
                 self.multiprocessing_context = context
                 self._results = watched.results if self.persistent_workers else None
-
-    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
-        end = object()
-        while True:
-            with loading():
-                batch = next(batches, end)
-            if batch is end:
-                break
-            self._num_batches += 1
-            yield batch
-        self._is_over = True
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the number of the epoch to the sampler, if the sampler has a ``set_epoch``."""
@@ -221,6 +225,28 @@ class DataLoader(torch_data.DataLoader[Any]):
                 f"a {type(self.sampler).__name__} can't be resumed: pass sampler=phalanx.DistributedSampler(dataset)"
             )
         return self.sampler
+
+
+class _Batches:
+    """The batches of an epoch, which count; after an error, the next one may be asked for, as of torch's iterator."""
+
+    def __init__(self, loader: DataLoader, batches: Any) -> None:
+        self._loader, self._batches = loader, batches
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __next__(self) -> Any:
+        with loading():
+            batch = next(self._batches, _END)
+        if batch is _END:
+            self._loader._is_over = True
+            raise StopIteration
+        self._loader._num_batches += 1
+        return batch
 
 
 def _check_retries(worker_retries: int, dataset: Any) -> None:

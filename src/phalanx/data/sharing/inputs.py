@@ -2,14 +2,20 @@
 
 A function that is called under a key is known by its place in the source and by the values that its code refers to:
 arguments of a ``functools.partial``, defaults, closures, global variables and the object of a method. Functions of the
-script that it refers to are followed. Of values that belong to libraries, only the class counts, because they may hold
-what differs in each attempt, such as the session. Files and settings that the function reads are not known.
+script that it refers to are followed, and so are its classes and modules. Of most objects of libraries, only the class
+counts, because they may hold what differs in each attempt, such as the session. What is too deep or too long to be
+looked at in whole gets a digest that no other call gets: to build anew is better than to give other data. Files and
+settings that the function reads are not known.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
+import datetime
+import decimal
+import fractions
 import functools
 import hashlib
 import os
@@ -17,35 +23,45 @@ import pathlib
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from phalanx.data.sharing.marks import marks, spread
+from phalanx.data.sharing.marks import marks
 from phalanx.failure.last_words import owner_of
 
-_DEPTH = 8
+_DEPTH = 24
 _MOST = 20_000  # facts about one function
 _PLAIN = (argparse.Namespace, types.SimpleNamespace)  # holders of settings
+_SHOWN = (
+    pathlib.PurePath, range, slice, bytearray, torch.dtype, torch.device, datetime.date, datetime.time,
+    datetime.timedelta, decimal.Decimal, fractions.Fraction,
+)  # fmt: skip  # types whose text is the value
 
 
 def digest_of_inputs(function: Any) -> str:
     """Return a digest that differs if a function's place, or something that its code refers to, differs."""
     digest = hashlib.blake2b(digest_size=16)
-    for fact in islice(_facts(function, _DEPTH, set()), _MOST):
+    for number, fact in enumerate(_facts(function, _DEPTH, set())):
         digest.update(fact.encode("utf-8", "surrogatepass") + b"\0")
+        if number == _MOST:
+            digest.update(os.urandom(16))
+            break
     return digest.hexdigest()
 
 
 def _facts(value: Any, depth: int, seen: set[int]) -> Iterator[str]:
     yield type(value).__qualname__
-    if not depth or id(value) in seen:
+    if id(value) in seen:
+        return
+    if not depth:
+        yield os.urandom(16).hex()
         return
     if isinstance(value, (Tensor, bool, int, float, complex, str, bytes)) or type(value).__module__ == "numpy":
         yield repr(marks(value))
-    elif isinstance(value, pathlib.PurePath):
-        yield str(value)
+    elif isinstance(value, _SHOWN):
+        yield repr(value)
     else:
         for part in _parts(value):
             yield from _facts(part, depth - 1, seen | {id(value)})
@@ -59,15 +75,35 @@ def _parts(value: Any) -> list[Any]:
         return [value.__func__, value.__self__]
     if isinstance(value, types.FunctionType):
         return _parts_of_function(value)
+    if hasattr(value, "__wrapped__"):  # what functools has made of a function
+        return [getattr(value, "__code__", None) and _parts_of_function(value), value.__wrapped__]
     if isinstance(value, type):
-        return [value.__module__, value.__qualname__]
-    if isinstance(value, (list, tuple)):
-        return [len(value), *(value[number] for number in spread(len(value)))]
+        return [value.__module__, value.__qualname__, *(_members(value) if _is_of_script(value) else [])]
+    if isinstance(value, types.ModuleType):
+        is_own = not owner_of(os.path.abspath(getattr(value, "__file__", None) or sys.executable))
+        return [value.__name__, *(_members(value) if is_own and getattr(value, "__file__", None) else [])]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    if isinstance(value, (list, tuple, collections.deque)):
+        return [len(value), *value, getattr(value, "__dict__", {})]
     if isinstance(value, Mapping):
-        return [len(value), *islice(value.items(), len(spread(len(value))))]
+        return [len(value), *value.items()]
     if isinstance(value, _PLAIN) or dataclasses.is_dataclass(value) or _is_of_script(type(value)):
-        return [getattr(value, "__dict__", {})]
+        slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
+        return [type(value), getattr(value, "__dict__", {}), slots]
     return []
+
+
+def _members(owner: Any) -> list[Any]:
+    """Return what a class or a module of the script defines, but not what it has imported or what Python adds."""
+    members = {
+        name: value for name, value in sorted(vars(owner).items()) if not name.startswith("__") or callable(value)
+    }
+    return [
+        (name, getattr(value, "__func__", value))
+        for name, value in members.items()
+        if not isinstance(value, types.ModuleType)
+    ]
 
 
 def _parts_of_function(function: types.FunctionType) -> list[Any]:

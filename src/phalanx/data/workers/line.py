@@ -166,6 +166,9 @@ class CountedSamples(list[Any]):
 
     numbers: memoryview[int]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, ([*super().__iter__()],)  # also for a copy
+
     def __iter__(self) -> Iterator[Any]:
         numbers = self.numbers
         for number, sample in enumerate(super().__iter__(), 1):
