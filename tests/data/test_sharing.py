@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import datetime
 import functools
 import gc
 import multiprocessing
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import phalanx
 from phalanx.data.sharing import packing
+from phalanx.data.sharing.inputs import digest_of_inputs
 from phalanx.data.sharing.marks import marks
 from phalanx.data.sharing.shared_list import SharedList
 from phalanx.testing import run_ranks
@@ -601,6 +604,48 @@ def test_of_one_key_each_function_gets_its_own_data(tmp_path):
     assert len(built) == len({*built}) == 20
     assert re.findall(r"got\|(.*)", printed) == ["|".join(built)] * 2
     assert "built 1" not in printed
+
+
+class Sizes:
+    size = 1
+
+
+def build_of_class() -> torch.Tensor:
+    return torch.zeros(Sizes.size)
+
+
+@functools.lru_cache
+def build_cached() -> torch.Tensor:
+    return build_of_class()
+
+
+def test_what_tells_functions_apart_is_complete():
+    """Of values that are not known to be the same, the digest differs: to build anew is better than other data."""
+    deep: Any = {"size": 1}
+    for _ in range(6):
+        deep = {"inner": deep}
+    other = copy.deepcopy(deep)
+    other["inner"]["inner"]["inner"]["inner"]["inner"]["inner"]["size"] = 2
+    long, longer = [0] * 500, [0] * 500
+    longer[77] = 1
+    pairs = [
+        (deep, other), (long, longer), ({1}, {2}), (range(3), range(4)), (slice(1), slice(2)),
+        (torch.float32, torch.float16), (torch.device("cpu"), torch.device("meta")), (bytearray(b"a"), bytearray(b"b")),
+        (datetime.date(2026, 1, 1), datetime.date(2026, 1, 2)), (Decimal(1), Decimal(2)), (int, float),
+    ]  # fmt: skip
+    digests = [tuple(digest_of_inputs(functools.partial(list, value)) for value in pair) for pair in pairs]
+    assert [pair for pair, (one, two) in zip(pairs, digests, strict=True) if one == two] == []
+    assert [digest_of_inputs(functools.partial(list, one)) for one, _ in pairs] == [one for one, _ in digests]
+    before = [digest_of_inputs(function) for function in (build_of_class, build_cached)]
+    assert before == [digest_of_inputs(function) for function in (build_of_class, build_cached)]
+    Sizes.size = 2
+    try:
+        after = [digest_of_inputs(function) for function in (build_of_class, build_cached)]
+    finally:
+        Sizes.size = 1
+    assert not {*before} & {*after}
+    endless = functools.partial(list, [*range(30_000)])
+    assert digest_of_inputs(endless) != digest_of_inputs(endless), "too long to be looked at in whole"
 
 
 BUILDER_FAILS = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import multiprocessing
 import os
@@ -10,13 +11,14 @@ import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 import phalanx
 from tests.data._batches import Stream
@@ -393,3 +395,61 @@ def test_two_hundred_kills_lose_nothing():
 
 def test_a_few_kills_lose_nothing():
     assert load_and_kill(10) == batches_of(40, 4)
+
+
+class Faulty(Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise ValueError("a bad sample")
+        return {"index": copy.deepcopy(index)}
+
+
+def batches_and_errors(batches):
+    found = []
+    while (batch := next_or_error(batches)) is not None:
+        found.append(batch)
+    return found
+
+
+def next_or_error(batches):
+    try:
+        batch = next(batches, None)
+        return batch if batch is None else batch["index"].tolist()
+    except ValueError:
+        return "error"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_after_an_error_the_epoch_goes_on(num_workers):
+    options = {"batch_size": 2, "num_workers": num_workers}
+    ours, plain = (batches_and_errors(iter(cls(Faulty(), **options))) for cls in (phalanx.DataLoader, DataLoader))
+    assert ours == plain == [[0, 1], "error", [4, 5], [6, 7], [8, 9]]
+    gc.collect()
+
+
+class Whole(Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return type(index), copy.deepcopy(index), index
+
+
+def test_a_dataset_that_takes_whole_batches_may_keep_the_indices():
+    data = Whole()
+    sampler = BatchSampler(SequentialSampler(data), 4, False)
+    found = list(phalanx.DataLoader(data, sampler=sampler, batch_size=None, num_workers=1))
+    assert [(copied, index) for _, copied, index in found] == [([*part], [*part]) for part in sampler]
+    assert all(type(copied) is type(index) is list for _, copied, index in found)
+
+
+def test_threads_may_iterate_one_loader():
+    loader = phalanx.DataLoader(torch.utils.data.TensorDataset(torch.arange(10)), batch_size=5, num_workers=1)
+    kinds = type(loader.multiprocessing_context), loader.collate_fn
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda _: [batch.tolist() for (batch,) in loader], range(6)))
+    assert found == [[[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]] * 6
+    assert (type(loader.multiprocessing_context), loader.collate_fn) == kinds

@@ -96,13 +96,10 @@ def _parts(value: Any) -> list[Any]:
 
 def _members(owner: Any) -> list[Any]:
     """Return what a class or a module of the script defines, but not what it has imported or what Python adds."""
-    members = {
-        name: value for name, value in sorted(vars(owner).items()) if not name.startswith("__") or callable(value)
-    }
     return [
         (name, getattr(value, "__func__", value))
-        for name, value in members.items()
-        if not isinstance(value, types.ModuleType)
+        for name, value in sorted(vars(owner).items())
+        if (callable(value) or not name.startswith("__")) and not isinstance(value, types.ModuleType)
     ]
 
 
