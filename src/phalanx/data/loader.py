@@ -7,6 +7,7 @@ earlier run has already made that draw. So when an epoch is resumed, the loader 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,8 +45,11 @@ def _renew_lock() -> None:
     _starting = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
+@functools.cache
+def _watch_forks() -> None:
+    """Renew the lock in processes that are forked from now on: another thread may hold it meanwhile."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_renew_lock)
 
 
 class DataLoader(torch_data.DataLoader[Any]):
@@ -174,6 +178,7 @@ class DataLoader(torch_data.DataLoader[Any]):
         if not self.num_workers or self._iterator is not None:
             yield
             return
+        _watch_forks()
         with _starting, handed_over(self) as forget:
             context, has_samples = (
                 self.multiprocessing_context,
