@@ -619,6 +619,14 @@ def build_cached() -> torch.Tensor:
     return build_of_class()
 
 
+@torch.no_grad()
+def build_without_gradients() -> torch.Tensor:
+    return build_of_class()
+
+
+BUILDERS = (build_of_class, build_cached, build_without_gradients)
+
+
 def test_what_tells_functions_apart_is_complete():
     """Of values that are not known to be the same, the digest differs: to build anew is better than other data."""
     deep: Any = {"size": 1}
@@ -636,11 +644,11 @@ def test_what_tells_functions_apart_is_complete():
     digests = [tuple(digest_of_inputs(functools.partial(list, value)) for value in pair) for pair in pairs]
     assert [pair for pair, (one, two) in zip(pairs, digests, strict=True) if one == two] == []
     assert [digest_of_inputs(functools.partial(list, one)) for one, _ in pairs] == [one for one, _ in digests]
-    before = [digest_of_inputs(function) for function in (build_of_class, build_cached)]
-    assert before == [digest_of_inputs(function) for function in (build_of_class, build_cached)]
+    before = [digest_of_inputs(function) for function in BUILDERS]
+    assert before == [digest_of_inputs(function) for function in BUILDERS]
     Sizes.size = 2
     try:
-        after = [digest_of_inputs(function) for function in (build_of_class, build_cached)]
+        after = [digest_of_inputs(function) for function in BUILDERS]
     finally:
         Sizes.size = 1
     assert not {*before} & {*after}

@@ -180,10 +180,8 @@ class DataLoader(torch_data.DataLoader[Any]):
             return
         _watch_forks()
         with _starting, handed_over(self) as forget:
-            context, has_samples = (
-                self.multiprocessing_context,
-                not isinstance(self.dataset, torch_data.IterableDataset),
-            )
+            context = self.multiprocessing_context
+            has_samples = not isinstance(self.dataset, torch_data.IterableDataset)
             watched = WorkersContext(context, self._rank, self.worker_retries, has_samples, forget)
             self.multiprocessing_context = watched
             try:

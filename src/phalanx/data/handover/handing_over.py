@@ -277,8 +277,7 @@ def unpack(
     """Return the batch that a worker has packed; the arguments are the contents of a `Parcel`.
 
     Raises:
-        RuntimeError: The worker has ended.
-        OSError: This process may not open more files.
+        OSError: The worker has ended, or this process may not open more files.
     """
     with received.lock:
         blocks = received.of_iterator(iterator)

@@ -11,7 +11,6 @@ the storage, whenever the next batch comes. That misses tensors of other process
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import mmap
 import os
@@ -76,13 +75,7 @@ class _Mapping:
 
 @contextlib.contextmanager
 def _opened(address: Address) -> Iterator[int]:
-    try:
-        fd = open_descriptor(address)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ESTALE):
-            raise
-        # torch says the same, but only once the process can be waited for, a moment later.
-        raise RuntimeError(f"DataLoader worker (pid {address.pid}) exited unexpectedly") from error
+    fd = open_descriptor(address)
     try:
         yield fd
     finally:
@@ -113,8 +106,7 @@ class ReceivedBlocks:
         """Return the storage of a block that a worker has sent.
 
         Raises:
-            RuntimeError: The worker has ended.
-            OSError: This process may not open more files.
+            OSError: The worker has ended, or this process may not open more files.
         """
         mine = self._of_workers.setdefault(address.pid, {})
         if address.inode not in mine:

@@ -75,13 +75,12 @@ def _parts(value: Any) -> list[Any]:
         return [value.__func__, value.__self__]
     if isinstance(value, types.FunctionType):
         return _parts_of_function(value)
-    if hasattr(value, "__wrapped__"):  # what functools has made of a function
-        return [getattr(value, "__code__", None) and _parts_of_function(value), value.__wrapped__]
+    if isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):  # as of functools.lru_cache
+        return [wrapped]
     if isinstance(value, type):
         return [value.__module__, value.__qualname__, *(_members(value) if _is_of_script(value) else [])]
     if isinstance(value, types.ModuleType):
-        is_own = not owner_of(os.path.abspath(getattr(value, "__file__", None) or sys.executable))
-        return [value.__name__, *(_members(value) if is_own and getattr(value, "__file__", None) else [])]
+        return [value.__name__, *(_members(value) if _is_script(getattr(value, "__file__", None)) else [])]
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
     if isinstance(value, (list, tuple, collections.deque)):
@@ -105,8 +104,8 @@ def _members(owner: Any) -> list[Any]:
 
 def _parts_of_function(function: types.FunctionType) -> list[Any]:
     code = function.__code__
-    if owner_of(os.path.abspath(code.co_filename)):
-        return [function.__module__, function.__qualname__]
+    if not _is_script(code.co_filename):  # such as torch.no_grad() around a function
+        return [function.__module__, function.__qualname__, getattr(function, "__wrapped__", None)]
     named = {name: function.__globals__[name] for name in sorted(_names(code)) if name in function.__globals__}
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
     return [*_source(code), cells, function.__defaults__, function.__kwdefaults__, named]
@@ -125,5 +124,9 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _is_of_script(kind: type) -> bool:
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return bool(file) and not owner_of(os.path.abspath(file))
+    return _is_script(getattr(sys.modules.get(kind.__module__), "__file__", None))
+
+
+def _is_script(file: str | None) -> bool:
+    """Whether a file belongs to the script, rather than to Python or to a library."""
+    return bool(file) and not owner_of(os.path.abspath(str(file)))
