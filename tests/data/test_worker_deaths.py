@@ -335,6 +335,39 @@ def test_a_message_that_is_cut_off_is_sent_again():
     assert seen == [f"{index:08}" for index in range(12)]
 
 
+class ForksAtOnce(Texts):
+    """Each worker leaves a process behind that has the worker's ends of its pipes until the test closes a pipe.
+
+    Args:
+        gate: Descriptor of the pipe's reading end.
+    """
+
+    def __init__(self, gate):
+        self._gate = gate
+
+    def __getitem__(self, index):
+        if index < 2 and os.fork() == 0:
+            os.close(self._gate[1])
+            os.read(self._gate[0], 1)
+            os._exit(0)
+        return super().__getitem__(index)
+
+
+def test_a_message_that_is_cut_off_is_not_waited_for_though_a_child_of_the_worker_holds_the_pipe():
+    gate = os.pipe()
+    options = {"num_workers": 2, "worker_retries": 1, "prefetch_factor": 1, "collate_fn": list, "timeout": 60}
+    batches = iter(phalanx.DataLoader(ForksAtOnce(gate), 1, **options))
+    seen = [next(batches)[0][:8]]
+    worker = next(worker for worker in gc.get_objects() if type(worker).__name__ == "Worker" and worker.number == 1)
+    assert worker.line.results.reader.poll(60)
+    os.kill(worker.pid, signal.SIGKILL)
+    wait_for_death(worker.pid)
+    seen += [batch[0][:8] for batch in batches]
+    assert seen == [f"{index:08}" for index in range(12)]
+    os.close(gate[1])
+    os.close(gate[0])
+
+
 def test_a_killed_epoch_resumes_in_the_middle(tmp_path):
     dataset = Fatal(tmp_path, {6: 1, 18: 1})
     loader = phalanx.DataLoader(dataset, 4, num_workers=2, worker_retries=2, shuffle=False)
@@ -435,7 +468,7 @@ class Whole(Dataset):
         return 10
 
     def __getitem__(self, index):
-        return type(index), copy.deepcopy(index), index
+        return type(index) is list, copy.deepcopy(index), index
 
 
 def test_a_dataset_that_takes_whole_batches_may_keep_the_indices():
@@ -443,7 +476,27 @@ def test_a_dataset_that_takes_whole_batches_may_keep_the_indices():
     sampler = BatchSampler(SequentialSampler(data), 4, False)
     found = list(phalanx.DataLoader(data, sampler=sampler, batch_size=None, num_workers=1))
     assert [(copied, index) for _, copied, index in found] == [([*part], [*part]) for part in sampler]
-    assert all(type(copied) is type(index) is list for _, copied, index in found)
+    assert all(is_list and type(copied) is type(index) is list for is_list, copied, index in found)
+
+
+def test_persistent_workers_have_one_iterator():
+    loader = phalanx.DataLoader(Whole(), num_workers=1, persistent_workers=True)
+    assert iter(loader) is iter(loader)
+
+
+def test_a_forked_process_that_drops_the_iterator_leaves_the_workers_alone(tmp_path):
+    batches = iter(phalanx.DataLoader(Fatal(tmp_path, {}), 4, num_workers=2))
+    seen = [next(batches)]
+    if (child := os.fork()) == 0:
+        try:
+            batches._batches._shutdown_workers()
+            for worker in batches._batches._workers:
+                worker.terminate()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert items([*seen, *batches]) == batches_of(24, 4)
 
 
 def test_threads_may_iterate_one_loader():

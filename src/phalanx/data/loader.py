@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -170,7 +171,7 @@ class DataLoader(torch_data.DataLoader[Any]):
             batches = super().__iter__()
         self._has_drawn = False
         self._num_batches, self._is_over = 0, False
-        return _Batches(self, batches)
+        return _Batches.of_iterator(self, batches)
 
     @contextlib.contextmanager
     def _watched_workers(self) -> Iterator[None]:
@@ -181,9 +182,7 @@ class DataLoader(torch_data.DataLoader[Any]):
         _watch_forks()
         with _starting, handed_over(self) as forget:
             context = self.multiprocessing_context
-            has_samples = not isinstance(self.dataset, torch_data.IterableDataset)
-            watched = WorkersContext(context, self._rank, self.worker_retries, has_samples, forget)
-            self.multiprocessing_context = watched
+            self.multiprocessing_context = watched = WorkersContext(self, self._rank, self.worker_retries, forget)
             try:
                 yield
             finally:
@@ -235,6 +234,13 @@ class _Batches:
 
     def __init__(self, loader: DataLoader, batches: Any) -> None:
         self._loader, self._batches = loader, batches
+        batches.counted = weakref.ref(self)
+
+    @classmethod
+    def of_iterator(cls, loader: DataLoader, batches: Any) -> _Batches:
+        """Return the object that counts torch's iterator: of persistent workers, the same one in each epoch."""
+        counted = getattr(batches, "counted", None)
+        return (counted and counted()) or cls(loader, batches)
 
     def __iter__(self) -> _Batches:
         return self

@@ -10,21 +10,26 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import struct
 import tempfile
 from collections.abc import Iterator
 from multiprocessing import queues
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import DupFd
+from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
 from phalanx.host.shared_blocks import unnamed_file
 
 NO_TASK = -1
 ALL_LOADED = -1
+_MOST_READ_BYTES = 1 << 20  # at once
 
 
 class Line:
     """Two pipes and a page between the rank and a worker process. A worker that takes another's place gets a new line.
+
+    Args:
+        is_counted: Whether torch takes the samples of a batch one by one.
 
     Attributes:
         tasks: Queue of tasks for the worker.
@@ -33,7 +38,8 @@ class Line:
         index: Samples that this worker is working on; known in the worker only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_counted: bool) -> None:
+        self.is_counted = is_counted
         self.tasks, self.results, self.progress = PrivateQueue(), PrivateQueue(), Progress()
         self.tasks.cancel_join_thread()
         self.index: Any = None
@@ -42,6 +48,7 @@ class Line:
         """Close what only the worker uses, so that its pipes end when it ends."""
         self.tasks.reader.close()
         self.results.writer.close()
+        os.set_blocking(self.results.reader.fileno(), False)
 
     def keep_ends_of_worker(self) -> None:
         self.tasks.writer.close()
@@ -59,6 +66,7 @@ class PrivateQueue(queues.Queue):
     def __init__(self) -> None:
         super().__init__(ctx=_NoLocks())
         self._ignore_epipe = True  # the other side may have ended
+        self._arrived = bytearray()
 
     @property
     def reader(self) -> Connection:
@@ -67,6 +75,30 @@ class PrivateQueue(queues.Queue):
     @property
     def writer(self) -> Connection:
         return self._writer  # type: ignore[attr-defined]
+
+    def get_arrived(self) -> Any:
+        """Return the next object that has arrived in whole. `get` would wait for the rest of one that was cut off.
+
+        Raises:
+            BlockingIOError: There is none yet.
+            EOFError: The pipe has ended.
+        """
+        self._read(4)
+        (num_bytes,), at = struct.unpack_from("!i", self._arrived), 4
+        if num_bytes == -1:  # more than fit into four bytes
+            self._read(12)
+            (num_bytes,), at = struct.unpack_from("!Q", self._arrived, 4), 12
+        self._read(at + num_bytes)
+        message, self._arrived = self._arrived, bytearray()
+        return ForkingPickler.loads(memoryview(message)[at:])
+
+    def _read(self, num_bytes: int) -> None:
+        """Read until so many bytes have arrived since the last object."""
+        while (missing := num_bytes - len(self._arrived)) > 0:
+            part = os.read(self.reader.fileno(), min(missing, _MOST_READ_BYTES))
+            if not part:
+                raise EOFError
+            self._arrived += part
 
 
 class _NoLock:
@@ -115,12 +147,19 @@ class UnnamedFile:
 
 
 class Flag(UnnamedFile):
-    """An event that nobody waits for."""
+    """An event that nobody waits for. A process that its owner has forked sets a copy: the workers are not its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._owner = os.getpid()
 
     def is_set(self) -> bool:
         return os.fstat(self._fd).st_size > 0
 
     def set(self) -> None:
+        if os.getpid() != self._owner:
+            copy = Flag()
+            os.dup2(copy._fd, self._fd)
         os.ftruncate(self._fd, 1)
 
 

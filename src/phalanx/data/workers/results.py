@@ -28,6 +28,8 @@ from multiprocessing import Pipe
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from torch.utils import data as torch_data
+
 from phalanx._text import complain
 from phalanx._torch import ExceptionWrapper
 from phalanx._torch.lookup import leave_to_phalanx
@@ -43,19 +45,21 @@ class WorkersContext(BaseContext):
     """A context of multiprocessing for one iterator of a loader.
 
     Args:
-        wanted: Context that the loader would use; None for the default one.
+        loader: Loader that starts the workers.
         rank: Rank of this process, for messages.
         num_retries: Number of deaths in an epoch that are made good.
-        has_samples: Whether the dataset is map-style, so that a batch is known by its samples.
         forget: Function that is called with the pid of a dead worker.
     """
 
     def __init__(
-        self, wanted: Any, rank: int, num_retries: int, has_samples: bool, forget: Callable[[int], None]
+        self, loader: torch_data.DataLoader[Any], rank: int, num_retries: int, forget: Callable[[int], None]
     ) -> None:
         leave_to_phalanx()
+        wanted = loader.multiprocessing_context
         self._context = wanted or multiprocessing.get_context(multiprocessing.get_start_method())
-        self._has_samples = has_samples
+        self._has_samples = not isinstance(loader.dataset, torch_data.IterableDataset)
+        takes_one_by_one = loader.batch_sampler is not None and not getattr(loader.dataset, "__getitems__", None)
+        self._is_counted = self._has_samples and takes_one_by_one
         self.results = Results(rank, num_retries, forget)
         self._is_asked_for_results = True
 
@@ -64,7 +68,9 @@ class WorkersContext(BaseContext):
             self._is_asked_for_results = False
             return self.results
         results = self.results
-        worker = Worker(len(results.workers), self._context, self._has_samples, results.lend, results.begin_epoch)
+        worker = Worker(
+            len(results.workers), self._context, self._has_samples, self._is_counted, results.lend, results.begin_epoch
+        )
         results.workers.append(worker)
         return Tasks(worker)
 

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing.connection import wait
 from typing import Any
 
 from torch.utils import data as torch_data
@@ -49,6 +49,7 @@ class Worker:
         number: Torch's number of the worker.
         context: Context of multiprocessing that starts processes.
         has_samples: Whether tasks name samples, rather than places in a stream.
+        is_counted: Whether torch takes the samples of a batch one by one.
         lend_line: Function that puts a line where a new process finds it.
         begin_epoch: Function that is called when torch tells a persistent worker that an epoch begins.
     """
@@ -60,11 +61,12 @@ class Worker:
         number: int,
         context: Any,
         has_samples: bool,
+        is_counted: bool,
         lend_line: Callable[[Line], None],
         begin_epoch: Callable[[], None],
     ) -> None:
         self.number = number
-        self.line = Line()
+        self.line = Line(is_counted)
         self.is_told_to_end = False
         self._context, self._has_samples = context, has_samples
         self._lend_line, self._begin_epoch = lend_line, begin_epoch
@@ -94,14 +96,15 @@ class Worker:
 
     def is_alive(self) -> bool:
         """Whether torch need not care: until it ends the workers, `Results` does, and may replace a dead one."""
-        return not self.is_told_to_end or self.is_running()
+        return self._is_of_this_process and (not self.is_told_to_end or self.is_running())
 
     def join(self, timeout: float | None = None) -> None:
-        if self._pid_of_rank == os.getpid():
+        if self._is_of_this_process:
             self._process.join(timeout)
 
     def terminate(self) -> None:
-        self._process.terminate()
+        if self._is_of_this_process:
+            self._process.terminate()
 
     # ---- what the rank does
 
@@ -110,12 +113,17 @@ class Worker:
         """Descriptors of which one is ready when the worker has sent something or has ended."""
         return self.line.results.reader.fileno(), self._process.sentinel
 
+    @property
+    def _is_of_this_process(self) -> bool:
+        """False in a process that the rank has forked, which may collect the iterator that it has inherited."""
+        return self._pid_of_rank == os.getpid()
+
     def is_running(self) -> bool:
-        return self._pid_of_rank == os.getpid() and bool(self._process.is_alive())
+        return self._is_of_this_process and bool(self._process.is_alive())
 
     def give(self, item: Any) -> None:
         """Give the worker a task; None tells it to end."""
-        if self._pid_of_rank != os.getpid():  # a forked process collects the iterator that it has inherited
+        if not self._is_of_this_process:
             return
         with self._lock:
             if item is None:
@@ -127,17 +135,17 @@ class Worker:
             self.line.tasks.put(item)
 
     def receive(self) -> Any:
-        """Return what the worker has sent; None if the process is ending and has sent nothing else that can be read."""
-        reader = self.line.results.reader
+        """Return what the worker has sent; None if it has sent nothing in whole, yet or before it ended."""
         try:
-            item = ForkingPickler.loads(reader.recv_bytes()) if reader.poll(0) else None
-        except Exception:  # the pipe ends, a message is cut off, or the memory of a batch is gone
+            item = self.line.results.get_arrived()
+        except BlockingIOError:
+            if wait([self._process.sentinel], 0):
+                self._process.join(_REAP_S)
+            return None
+        except Exception:  # the pipe ends, or the memory of a batch is gone
             self._process.join(_REAP_S)
             if self.is_running():
                 raise
-            return None
-        if item is None:
-            self._process.join(_REAP_S)
             return None
         with self._lock:
             answered = next((task for task in self._tasks if task.number == number_of(item)), None)
@@ -168,7 +176,7 @@ class Worker:
         """Let a new process do what the dead one has not done."""
         with self._lock:
             self.line.close()
-            self.line = Line()
+            self.line = Line(self.line.is_counted)
             self.start()
             epoch_at = max((at for at, task in enumerate(self._tasks) if task.number == NO_TASK), default=0)
             for _ in range(epoch_at):  # torch no longer waits for what it asked for before it began another epoch
@@ -220,13 +228,11 @@ class Tasks:
         number = number_of(item)
         if number == NO_TASK:
             return item
-        self._line.progress.begin(number)
-        dataset = getattr(torch_data.get_worker_info(), "dataset", None)
-        if isinstance(dataset, torch_data.IterableDataset):
-            return item
-        self._line.index = index = item[1]
-        is_counted = type(index) is list and not getattr(dataset, "__getitems__", None)  # torch then takes one by one
-        return (number, self._line.progress.counting(index)) if is_counted else item
+        line, index = self._line, item[1]
+        line.progress.begin(number)
+        if not isinstance(getattr(torch_data.get_worker_info(), "dataset", None), torch_data.IterableDataset):
+            line.index = index
+        return (number, line.progress.counting(index)) if line.is_counted and type(index) is list else item
 
     def _begin(self) -> None:
         if hasattr(self, "_worker"):  # a forked process: this worker may be the second of its number
