@@ -519,6 +519,15 @@ SCRIPT = """
     def load(split):
         return build(split, 1500)
 
+    class Squares:
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, number):
+            print("computed", number, flush=True)
+            return torch.tensor(number**2)
+
+    squares = phalanx.share(lambda: Squares(), key="squares", cache="1 MiB")
     shared = [
         *(phalanx.share(lambda: build(split, 1500), key=split) for split in ("train", "test")),
         phalanx.share(functools.partial(build, "part", 2000), key="part"),
@@ -526,6 +535,7 @@ SCRIPT = """
         phalanx.share(lambda: build("no key", 1000)),
     ]
     print("got", attempt, session.rank, [items[-1]["name"] for items in shared], flush=True)
+    print("sum", attempt, session.rank, int(sum(squares[number] for number in range(8 + 2 * attempt))), flush=True)
     torch.distributed.barrier()
     if attempt == 0 and session.rank == 0:
         os.kill(os.getpid(), 9)
@@ -541,6 +551,8 @@ def test_after_a_restart_the_data_is_there(tmp_path):
     for attempt in range(2):
         for rank in range(2):
             assert f"got {attempt} {rank} ['train', 'test', 'part', 'of {attempt}', 'no key']" in printed
+            assert f"sum {attempt} {rank} {[140, 285][attempt]}" in printed
+    assert sorted(re.findall(r"computed (\d)", printed)) == [*"0123456789"]
 
 
 OF_ONE_KEY = """

@@ -130,14 +130,15 @@ def held_bytes() -> dict[str, int]:
     return total
 
 
-def map_privately(fd: int, purpose: str, size_bytes: int, offset: int = 0) -> mmap.mmap:
-    """Map a part of a file in memory; the kernel copies each page before this process's first write to it.
+def map_part(fd: int, purpose: str, size_bytes: int, offset: int = 0, *, is_private: bool = True) -> mmap.mmap:
+    """Map a part of a file in memory.
 
     Args:
         purpose: Word under which `held_bytes` counts the mapping.
         offset: Place in the file, a multiple of the page size.
+        is_private: Whether this process's writes stay private: the kernel copies each page before the first write.
     """
-    memory = mmap.mmap(fd, size_bytes, flags=_PRIVATE, offset=offset)
+    memory = mmap.mmap(fd, size_bytes, flags=_PRIVATE if is_private else mmap.MAP_SHARED, offset=offset)
     _mapped[memory] = purpose
     return memory
 

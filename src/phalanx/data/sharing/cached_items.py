@@ -1,8 +1,10 @@
 """A dataset whose items are computed once on each host, by whichever rank or worker asks first, and then read.
 
-The items lie in one sparse memfd, which all ranks of the host map and their workers inherit: a few words, an index with
-one word for each item, and the items themselves. A word of the index is 0 until its item is complete, and then the
-item's place. It is written last and at once, so a reader sees a whole item or none, and needs no lock.
+The items lie in a sparse memfd, which all ranks of the host map and their workers inherit: a few words, an index with
+one word for each item, and the items themselves. Under a key, they lie behind the dataset in the memory of the
+supervisor (`kept`), so that ranks which are started again find them. A word of the index is 0 until its item is
+complete, and then the item's place. It is written last and at once, so a reader sees a whole item or none, and needs no
+lock.
 
 **Who computes.** A process locks the item's word (an open file description lock) and looks again before it computes.
 Whoever else wants this item waits for the lock, so ranks that read the same items in the same order, as in an
@@ -38,14 +40,14 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from phalanx._text import complain, in_units
-from phalanx.data.sharing.packing import Packer, lock
+from phalanx.data.sharing.packing import Address, Packer, Region, lock, open_region
 from phalanx.data.sharing.shared_list import decode
 from phalanx.host.cgroups import known_memory
-from phalanx.host.shared_blocks import Address, Block, require_room, unnamed_file
+from phalanx.host.shared_blocks import require_room, unnamed_file
 from phalanx.wire.waiting import wait_until
 
-_PURPOSE = "cache"
 _END, _COUNT, _IS_FULL, _IS_TOLD, _INDEX = range(5)  # words: end of the data, number of items, two flags, first item's
+_HELD_AT = 8 * _COUNT  # byte on which whoever maps the memory holds a lock: no process locks the count alone
 _NEVER = 1  # in place of an item's place: it can't be pickled, so it is always computed
 _HEAD = struct.Struct("<QQ")  # before each item: where it is encoded, and its size with this head
 _CHECKED_BYTES = 8 << 20  # after so many bytes, the limits of the host and of cgroups are looked at again
@@ -84,36 +86,67 @@ def require_items(dataset: Any) -> None:
         )
 
 
-class WithCache:
-    """Function that builds a dataset and the memory for its items, which lasts as long as this object.
+def memory_for(dataset: Any, cache: bool | int | str) -> int:
+    """Return the size of the memory for a dataset's items, in bytes; 0 if there is no cache.
 
     Args:
-        func: Function that builds the dataset.
-        cache: Size that the cache may have, as for `limit_bytes`.
+        cache: Size that the cache may have, as for `limit_bytes`, or False for none.
 
     Raises:
-        ValueError: `cache` is no size.
+        TypeError: The dataset has no items that could be cached.
     """
+    if not cache:
+        return 0
+    require_items(dataset)
+    return _begin(len(dataset)) + limit_bytes(cache)
 
-    def __init__(self, func: Callable[[], Any], cache: bool | int | str) -> None:
-        limit_bytes(cache)  # a mistake is found before anything is built, and what is free is looked up afterwards
-        self.func, self._cache = func, cache
 
-    def __call__(self) -> dict[str, Any]:
-        """Return the arguments for `open_cache`."""
-        dataset = self.func()
-        require_items(dataset)
-        self._block = _create(len(dataset), limit_bytes(self._cache))
-        return {"dataset": dataset, "length": len(dataset), "address": self._block.address}
+def lay_out(fd: int, offset: int, length: int) -> None:
+    """Begin an empty cache in a memfd that is long enough.
+
+    Args:
+        offset: Place in the file, a multiple of the page size.
+        length: Number of items of the dataset.
+
+    Raises:
+        OSError: Memory is short.
+    """
+    os.posix_fallocate(fd, offset, _begin(length))
+    os.pwrite(fd, struct.pack("<Q", _begin(length)), offset + 8 * _END)
+
+
+def _begin(length: int) -> int:
+    """Return the place of the first item."""
+    return -(-8 * (_INDEX + length) // 64) * 64
+
+
+def new_cache(length: int, size_bytes: int) -> Region:
+    """Return new memory for items, which lasts as long as a process maps it.
+
+    Args:
+        length: Number of items of the dataset.
+        size_bytes: Result of `memory_for`.
+
+    Raises:
+        OSError: Memory is short.
+    """
+    fd = unnamed_file("phalanx-cache", can_seal=True)
+    try:
+        os.ftruncate(fd, size_bytes)
+        lay_out(fd, 0, length)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        return Region(fd, size_bytes, lock_at=_HELD_AT, is_private=False)
+    finally:
+        os.close(fd)
 
 
 def open_cache(dataset: Any, length: int, address: Address) -> CachedDataset:
     """Return a dataset with the items that another process of this host keeps.
 
     Raises:
-        OSError: As `Block.open`.
+        OSError: As `open_region`.
     """
-    return CachedDataset(dataset, _Items(length, Block.open(Address(*address), _PURPOSE)))
+    return CachedDataset(dataset, Items(length, open_region(Address(*address), is_private=False)))
 
 
 class CachedDataset(Dataset[Any]):
@@ -128,7 +161,7 @@ class CachedDataset(Dataset[Any]):
         items: Memory for its items.
     """
 
-    def __init__(self, dataset: Any, items: _Items) -> None:
+    def __init__(self, dataset: Any, items: Items) -> None:
         vars(self).update(_dataset=dataset, _items=items)
 
     @property  # type: ignore[misc]
@@ -170,37 +203,23 @@ def _itself(dataset: Any) -> Any:
 def _hand_over(cached: CachedDataset) -> tuple[Any, ...]:
     """Tell another process of this host where the items lie, as for a worker that was not forked."""
     own = vars(cached)
-    return open_cache, (own["_dataset"], own["_items"].length, own["_items"].block.address)
+    return open_cache, (own["_dataset"], own["_items"].length, own["_items"].region.address)
 
 
 ForkingPickler.register(CachedDataset, _hand_over)
 
 
-def _create(length: int, most_bytes: int) -> Block:
-    begin = -(-8 * (_INDEX + length) // 64) * 64
-    fd = unnamed_file(f"phalanx-{_PURPOSE}", can_seal=True)
-    try:
-        os.ftruncate(fd, begin + most_bytes)
-        os.posix_fallocate(fd, 0, begin)
-        os.pwrite(fd, struct.pack("<Q", begin), 8 * _END)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    except BaseException:
-        os.close(fd)
-        raise
-    return Block(fd, _PURPOSE, begin + most_bytes)
-
-
-class _Items:
+class Items:
     """The items of a dataset, as far as they were computed.
 
     Args:
         length: Number of items of the dataset.
-        block: Memory for them.
+        region: Memory for them.
     """
 
-    def __init__(self, length: int, block: Block) -> None:
-        self.length, self.block = length, block
-        self._memory = memoryview(block.memory)
+    def __init__(self, length: int, region: Region) -> None:
+        self.length, self.region = length, region
+        self._memory = region.memory
         self._words = self._memory[: 8 * (_INDEX + length)].cast("Q")
 
     def get(self, number: int, compute: Callable[[], Any]) -> Any:
@@ -222,14 +241,14 @@ class _Items:
     def _open(self) -> int | None:
         """Open the file anew, because locks belong to the open file, which threads and forked processes share."""
         try:
-            return os.open(self.block.path, os.O_RDWR | os.O_CLOEXEC)
+            return os.open(self.region.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:  # this process has no descriptor left
             return None
 
     def _wait_for(self, fd: int, word: int, is_over: Callable[[], Any] = lambda: False) -> bool:
         """Wait until a word is locked or the wait is over; return False if neither happens for long."""
-        deadline = time.monotonic() + _PATIENCE_S
-        return bool(wait_until(lambda: is_over() or lock(fd, 8 * word, fcntl.F_WRLCK) or None, deadline))
+        at, deadline = self.region.offset + 8 * word, time.monotonic() + _PATIENCE_S
+        return bool(wait_until(lambda: is_over() or lock(fd, at, fcntl.F_WRLCK) or None, deadline))
 
     def _add(self, fd: int, number: int, item: Any) -> Any:
         """Write an item; return it as the next access will, or the item itself if it can't be written."""
@@ -252,7 +271,7 @@ class _Items:
             except OSError as error:
                 self._words[_IS_FULL] = 1
                 complain(self._why_full(len(data), error))
-            lock(fd, 8 * _END, fcntl.F_UNLCK)
+            lock(fd, self.region.offset + 8 * _END, fcntl.F_UNLCK)
         return copy
 
     def _write(self, fd: int, data: bytearray) -> int:
@@ -270,7 +289,7 @@ class _Items:
         done = 0
         with memoryview(data) as view:
             while done < len(data):
-                done += os.pwrite(fd, view[done:], begin + done)
+                done += os.pwrite(fd, view[done:], self.region.offset + begin + done)
         self._words[_END] = -(-end // 64) * 64
         self._words[_COUNT] += 1
         return begin

@@ -1,9 +1,9 @@
 """Shared data in memory that the supervisor of ``phalanx run`` holds: ranks that are started again find it there.
 
 The memory is one sparse memfd, opened through ``/proc``. It begins with a directory, with an entry for each object that
-was built under a key. The builder of a host takes the file's lock to look for its key, and again to write what it has
-built, with the entry last. So a builder that is killed leaves no entry, and the next one overwrites what it has
-written.
+was built under a key. If its items are cached (`cached_items`), the memory for them lies behind the object. The builder
+of a host takes the file's lock to look for its key, and again to write what it has built, with the entry last. So a
+builder that is killed leaves no entry, and the next one overwrites what it has written.
 
 **What is found again.** An entry is used if the key, the function (`inputs`), the rank and the number of ranks are the
 same, and if the files of the script and of its modules, as they were after the build, have not changed. Modules of
@@ -29,16 +29,21 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from phalanx import _env
+from phalanx.data.sharing.cached_items import lay_out, memory_for
 from phalanx.data.sharing.packing import Region, lock, write
 from phalanx.failure.last_words import owner_of
 from phalanx.wire.files import free_pages
 from phalanx.wire.messages import parse_json
 from phalanx.wire.rank_group import RankGroup
 
-_ENTRY = struct.Struct("<32sQQQQ")  # digest of the key, number of the call, place, sizes of object and list of files
+_ENTRY = struct.Struct("<32sQQQQQ")  # digest of the key, number of the call, and the four numbers of its place
 _NUM_ENTRIES = 1000
 _DATA_AT = 1 << 16  # after the directory
 _GRANULARITY = 2 << 20  # places are multiples of the size of a huge page
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _GRANULARITY) * _GRANULARITY
 
 
 class Place(NamedTuple):
@@ -49,12 +54,22 @@ class Place(NamedTuple):
         offset: Place in the file.
         size_bytes: Size of the object.
         sources_bytes: Size of the list of files, which follows the object.
+        cache_bytes: Size of the memory for a dataset's items, which follows the list; 0 if there is none.
     """
 
     entry: int
     offset: int
     size_bytes: int
     sources_bytes: int
+    cache_bytes: int
+
+    @property
+    def cache_at(self) -> int:
+        return _aligned(self.offset + self.size_bytes + self.sources_bytes)
+
+    @property
+    def end(self) -> int:
+        return self.cache_at + self.cache_bytes
 
 
 class KeptData:
@@ -74,20 +89,26 @@ class KeptData:
         fcntl.flock(self._fd, fcntl.LOCK_UN)  # closing would not release it, because mappings keep the file open
         os.close(self._fd)
 
-    def find_or_build(self, key: str, call: int, build: Callable[[], Any]) -> Region | None:
-        """Map an object, which is built if nobody has built it yet; return None if the directory is full.
+    def find_or_build(
+        self, key: str, call: int, build: Callable[[], Any], cache: bool | int | str = False
+    ) -> list[Region]:
+        """Map an object, and the memory for its items if it has a cache. It is built if nobody has built it yet.
 
         Args:
             key: Text that tells the object from all others of the job.
             call: Number of this call in the process; objects of earlier calls that nobody maps are freed.
             build: Function that builds the object. No lock is held meanwhile.
+            cache: Size that the memory for its items may have, as for `memory_for`.
+
+        Returns:
+            One region or two; none if the directory is full.
 
         Raises:
             OSError: Memory is short.
             Exception: `build` or pickling has raised it.
         """
         ranks = RankGroup()
-        digest = hashlib.blake2b(repr((key, ranks.rank, ranks.world_size)).encode(), digest_size=32).digest()
+        digest = hashlib.blake2b(repr((key, cache, ranks.rank, ranks.world_size)).encode(), digest_size=32).digest()
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         for found, _, place in self._entries():
             if found == digest:
@@ -99,26 +120,31 @@ class KeptData:
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         entries = self._entries()
         least_freed = _GRANULARITY if len(entries) < _NUM_ENTRIES // 2 else 0
-        is_old = [number < call and place.size_bytes > least_freed for _, number, place in entries]
+        is_old = [number < call and place.size_bytes + place.cache_bytes > least_freed for _, number, place in entries]
         left = [place for old, (*_, place) in zip(is_old, entries, strict=True) if not (old and self._free(place))]
         taken = {place.entry for place in left}
         entry = next((number for number in range(_NUM_ENTRIES) if number not in taken), None)
         if entry is None:
-            return None
-        end = max((place.offset + place.size_bytes + place.sources_bytes for place in left), default=_DATA_AT)
-        return self._write(digest, call, value, entry, -(-end // _GRANULARITY) * _GRANULARITY)
-
-    def _write(self, digest: bytes, call: int, value: Any, entry: int, offset: int) -> Region:
+            return []
+        offset = _aligned(max((place.end for place in left), default=_DATA_AT))
         os.ftruncate(self._fd, offset)  # what a killed builder has left goes
         try:
-            size_bytes = write(value, self._fd, offset)
-            sources = json.dumps(_sources()).encode()
-            os.pwrite(self._fd, sources, offset + size_bytes)
+            place = self._write(value, entry, offset, cache)
         except BaseException:
             os.ftruncate(self._fd, offset)
             raise
-        os.pwrite(self._fd, _ENTRY.pack(digest, call, offset, size_bytes, len(sources)), entry * _ENTRY.size)
-        return self._map(Place(entry, offset, size_bytes, len(sources)))
+        os.pwrite(self._fd, _ENTRY.pack(digest, call, *place[1:]), entry * _ENTRY.size)
+        return self._map(place)
+
+    def _write(self, value: Any, entry: int, offset: int, cache: bool | int | str) -> Place:
+        size_bytes = write(value, self._fd, offset)
+        sources = json.dumps(_sources()).encode()
+        os.pwrite(self._fd, sources, offset + size_bytes)
+        place = Place(entry, offset, size_bytes, len(sources), memory_for(value, cache))
+        if place.cache_bytes:
+            os.ftruncate(self._fd, place.end)
+            lay_out(self._fd, place.cache_at, len(value))
+        return place
 
     def _entries(self) -> list[tuple[bytes, int, Place]]:
         directory = os.pread(self._fd, _NUM_ENTRIES * _ENTRY.size, 0)
@@ -138,12 +164,15 @@ class KeptData:
         if not lock(self._fd, place.entry, fcntl.F_WRLCK):
             return False
         os.pwrite(self._fd, bytes(_ENTRY.size), place.entry * _ENTRY.size)
-        free_pages(self._fd, place.offset, place.size_bytes + place.sources_bytes)
+        free_pages(self._fd, place.offset, place.end - place.offset)
         lock(self._fd, place.entry, fcntl.F_UNLCK)
         return True
 
-    def _map(self, place: Place) -> Region:
-        return Region(self._fd, place.size_bytes, place.offset, lock_at=place.entry)
+    def _map(self, place: Place) -> list[Region]:
+        regions = [Region(self._fd, place.size_bytes, place.offset, place.entry)]
+        if place.cache_bytes:
+            regions.append(Region(self._fd, place.cache_bytes, place.cache_at, place.entry, is_private=False))
+        return regions
 
 
 def path_of_kept() -> str:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from phalanx.data.sharing.shared_list import SharedList, encode
-from phalanx.host.shared_blocks import map_privately, open_file_of, path_of, require_room, unnamed_file
+from phalanx.host.shared_blocks import map_part, open_file_of, path_of, require_room, unnamed_file
 
 PURPOSE = "dataset"
 LONG = 1000  # items from which on a list is laid out item by item
@@ -73,17 +73,20 @@ class Region:
         size_bytes: Size of the part.
         offset: Place of the part, a multiple of the page size.
         lock_at: Byte of the file on which this object, and the memory, hold a shared lock.
+        is_private: Whether what this process writes to the memory stays private.
 
     Attributes:
-        memory: The memory. What this process writes to it stays private.
+        memory: The memory.
+        offset: Place of the part.
     """
 
-    def __init__(self, fd: int, size_bytes: int, offset: int = 0, lock_at: int = 0) -> None:
+    def __init__(self, fd: int, size_bytes: int, offset: int = 0, lock_at: int = 0, *, is_private: bool = True) -> None:
         # Not a duplicate of the descriptor: locks belong to the open file.
-        self._fd = os.open(path_of(fd), os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = os.open(path_of(fd), (os.O_RDONLY if is_private else os.O_RDWR) | os.O_CLOEXEC)
+        self.offset = offset
         self._place = size_bytes, offset, lock_at
         lock(self._fd, lock_at, fcntl.F_RDLCK)
-        self.memory = memoryview(map_privately(self._fd, PURPOSE, size_bytes, offset))
+        self.memory = memoryview(map_part(self._fd, PURPOSE, size_bytes, offset, is_private=is_private))
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):  # the interpreter is ending, or `__init__` failed
@@ -94,6 +97,11 @@ class Region:
         """Address for `open_region` of another process."""
         return Address(os.getpid(), self._fd, os.fstat(self._fd).st_ino, *self._place)
 
+    @property
+    def path(self) -> str:
+        """Path at which this process can open the file again, for locks of its own."""
+        return path_of(self._fd)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return open_region, (self.address,)
 
@@ -101,8 +109,11 @@ class Region:
 _mapped: weakref.WeakValueDictionary[tuple[int, int], Region] = weakref.WeakValueDictionary()
 
 
-def open_region(address: Address) -> Region:
+def open_region(address: Address, *, is_private: bool = True) -> Region:
     """Map what another process of this host has mapped.
+
+    Args:
+        is_private: Whether what this process writes to the memory stays private.
 
     Raises:
         OSError: The other process has ended, belongs to another user or runs in another container.
@@ -110,9 +121,9 @@ def open_region(address: Address) -> Region:
     key = address.inode, address.offset
     if (found := _mapped.get(key)) is not None:
         return found
-    fd = open_file_of(*address[:3])
+    fd = open_file_of(*address[:3], os.O_RDONLY if is_private else os.O_RDWR)
     try:
-        found = _mapped[key] = Region(fd, *address[3:])
+        found = _mapped[key] = Region(fd, *address[3:], is_private=is_private)
         return found
     finally:
         os.close(fd)

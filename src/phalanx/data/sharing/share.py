@@ -24,7 +24,7 @@ from phalanx import _settings
 from phalanx._errors import PhalanxError, require_linux
 from phalanx._text import complain, in_units
 from phalanx.data.replica import lacks_group
-from phalanx.data.sharing.cached_items import WithCache, open_cache, require_items
+from phalanx.data.sharing.cached_items import limit_bytes, memory_for, new_cache, open_cache, require_items
 from phalanx.data.sharing.inputs import digest_of_inputs
 from phalanx.data.sharing.kept import KeptData, path_of_kept
 from phalanx.data.sharing.marks import marks
@@ -64,7 +64,8 @@ def share(
             group's timeout.
         key: Name of what the function builds. Under ``phalanx run --max-restarts``, ranks that are started again find
             under this name what the same function with the same arguments has built before, if the files of the script
-            and of its modules have not changed. What it reads otherwise, such as files, should be part of the key.
+            and of its modules have not changed. What it reads otherwise, such as files, should be part of the key. With
+            a cache, they find the items, too.
         cache: True to compute each item of a dataset only once on each host, by whichever rank or worker asks for it
             first; or the memory that the items may take, in bytes or as ``"8 GiB"``, instead of half of what is free.
         group: Ranks that share the data; None for all. A process without a group shares with its workers.
@@ -94,33 +95,28 @@ def share(
             f"phalanx.share: {_nothing(data)}; pass a dataset, list, dict, tensor, array, table or function"
         )
     if cache:
-        if key:
-            raise ValueError("phalanx.share: a cache is not kept over restarts: leave out the key or the cache")
+        limit_bytes(cache)  # a mistake is found before anything is built, and what is free is looked up afterwards
         if not builds:
             require_items(data)
-        function = WithCache(function, cache)
     mine = host_identity(_settings.read_settings().host)
     of_data = [(_KIND, "a function"), ("the key", repr(key))] if builds else [(_KIND, "data"), *marks(data)]
     told = ranks.gather((mine, [("the cache", repr(cache)), *of_data]))
     _refuse_different([marks for _, marks in told])
     builder = next(rank for rank, (host, _) in enumerate(told) if host == mine)
-    mapping, problem, cause = None, "", None
+    regions: list[Region] = []
+    problem, cause = "", None
     if builder == ranks.rank:
-        mapping, problem, cause = _build(function, key)
-    offers = ranks.gather((mapping and mapping.address, problem))
+        regions, problem, cause = _build(function, key, cache)
+    offers = ranks.gather(([region.address for region in regions], problem))
     _raise_first([problem for _, problem in offers], ranks, cause)
-    if mapping is None:
-        mapping, problem = _map(offers[builder][0])
-    value = None
-    if mapping is not None:
-        value, problem = _unpack(mapping, has_cache=bool(cache))
+    value, problem = _open(offers[builder][0])
     _raise_first(ranks.gather(problem), ranks, None)  # and until then, the builder keeps its mapping
-    if builder == ranks.rank and mapping is not None and skeleton_bytes(mapping) > _PRIVATE_BYTES:
+    if regions and (private_bytes := skeleton_bytes(regions[0])) > _PRIVATE_BYTES:
         complain(
-            f"phalanx.share: {in_units(skeleton_bytes(mapping))} of the data stay private to each process: dicts, "
-            "short lists and objects are not shared, but a list of records is"
+            f"phalanx.share: {in_units(private_bytes)} of the data stay private to each process: dicts, short lists "
+            "and objects are not shared, but a list of records is"
         )
-    return value  # type: ignore[return-value]
+    return value
 
 
 def _nothing(value: Any) -> str:
@@ -142,12 +138,15 @@ class _BuildError(Exception):
     """The function that builds the data has raised an exception, which is the cause of this one."""
 
 
-def _build(function: Callable[[], Any], key: str) -> tuple[Region | None, str, BaseException | None]:
-    """Return the memory with the data, or why there is none."""
+def _build(
+    function: Callable[[], Any], key: str, cache: bool | int | str
+) -> tuple[list[Region], str, BaseException | None]:
+    """Return the memory with the data, and that for its items if there is a cache; or why there is none."""
 
     def build() -> Any:
         try:
             value = function()
+            memory_for(value, cache)  # raises an error if there are no items
         except Exception as error:
             raise _BuildError from error
         if isinstance(value, _SCALARS):
@@ -159,38 +158,39 @@ def _build(function: Callable[[], Any], key: str) -> tuple[Region | None, str, B
             with contextlib.suppress(PermissionError, FileNotFoundError):  # the supervisor is in another container
                 call = next(_calls)
                 with KeptData(path) as kept:
-                    if mapping := kept.find_or_build(f"{digest_of_inputs(function)} {key}", call, build):
-                        return mapping, "", None
-        return pack(build()), "", None
+                    if regions := kept.find_or_build(f"{digest_of_inputs(function)} {key}", call, build, cache):
+                        return regions, "", None
+        value = build()
+        regions = [pack(value)]
+        if cache:
+            regions.append(new_cache(len(value), memory_for(value, cache)))
+        return regions, "", None
     except _BuildError as error:
         cause = error.__cause__
         words = LastWords.of_error(cause) if cause else LastWords()
-        return None, f"has raised {words.summary}, at {words.site} in {_name(function)}", cause
+        return [], f"has raised {words.summary}, at {words.site} in {_name(function)}", cause
     except NotPackedError as error:
-        return None, f"can't share the data: {error}", error
+        return [], f"can't share the data: {error}", error
     except OSError as error:
         advice = "share less, or read it from disk with numpy.memmap, which is one copy, too"
-        return None, f"has no memory for the data: {error.strerror or error}; {advice}", error
+        return [], f"has no memory for the data: {error.strerror or error}; {advice}", error
 
 
-def _map(address: Address | None) -> tuple[Region | None, str]:
-    assert address is not None
+def _open(addresses: list[Address]) -> tuple[Any, str]:
+    """Return the data at the addresses of its regions, or why that failed."""
     try:
-        return open_region(Address(*address)), ""
+        mapping = open_region(Address(*addresses[0]))
     except OSError as error:
         return None, f"can't map the shared data: {error.strerror or error}"
-
-
-def _unpack(mapping: Region, *, has_cache: bool) -> tuple[Any, str]:
     try:
         value = unpack(mapping)
-        return open_cache(**value) if has_cache else value, ""
+        return open_cache(value, len(value), addresses[1]) if addresses[1:] else value, ""
     except Exception as error:  # the data's own code may raise anything
         return None, f"can't make the data from its pickle: {type(error).__name__}: {error}"
 
 
 def _name(function: Any) -> str:
-    while isinstance(function, (functools.partial, WithCache)):
+    while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__qualname__", function))
 
