@@ -1,6 +1,8 @@
 """``python -m bench.data``: how fast a loader's workers hand over records, beside torch's own loader.
 
-Both loaders take turns within one process, on the same dataset, so that other load on the machine affects both equally.
+The loaders take turns within one process, on the same dataset, so that other load on the machine affects all equally.
+torchdata's StatefulDataLoader and SPDL, which loads in threads, take part if they are installed. WebDataset and
+MosaicML's Streaming bring shards and hand over batches by torch's loader, so torch's column is theirs.
 Each record is one tensor that a worker has in its memory; a batch is one record, which torch's collate function copies.
 The rank reads one byte of each page. The first batches of a turn are not timed: workers start, and blocks are new.
 
@@ -12,6 +14,7 @@ exist, and reading the same bytes from memory of the rank's own does not count.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import statistics
 import time
@@ -19,14 +22,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 import phalanx
 from bench import record
 from bench.plan import parse_size, size_text
 from bench.report import machine_facts
 
-LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {"phalanx": phalanx.DataLoader, "torch": DataLoader}
+LOADERS: dict[str, Callable[..., Any]] = {"phalanx": phalanx.DataLoader, "torch": DataLoader}
 _WARM_UP = 16  # batches
 _PAGE_BYTES = 4096
 
@@ -45,7 +48,31 @@ class Records(Dataset[torch.Tensor]):
         return self._record
 
 
-def records_per_s(make: Callable[..., DataLoader[Any]], num_bytes: int, num_records: int, num_workers: int) -> float:
+def loader_of_torchdata(dataset: Any, **options: Any) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(dataset, **options)
+
+
+def loader_of_spdl(dataset: Any, batch_size: int, num_workers: int) -> Iterator[Any]:
+    """Load in so many threads of this process."""
+    from spdl.pipeline import PipelineBuilder
+
+    builder = PipelineBuilder().add_source(range(len(dataset))).pipe(dataset.__getitem__, concurrency=num_workers)
+    builder = builder.aggregate(batch_size).pipe(default_collate, concurrency=num_workers).add_sink(2 * num_workers)
+    pipeline = builder.build(num_threads=num_workers)
+    with pipeline.auto_stop():
+        yield from pipeline
+
+
+LOADERS |= {
+    name: make
+    for name, make in {"torchdata": loader_of_torchdata, "spdl": loader_of_spdl}.items()
+    if importlib.util.find_spec(name)
+}
+
+
+def records_per_s(make: Callable[..., Any], num_bytes: int, num_records: int, num_workers: int) -> float:
     """Return the rate at which a new loader's records arrive once it has started."""
     loader = make(Records(num_bytes, _WARM_UP + num_records), batch_size=1, num_workers=num_workers)
     began_s = 0.0
@@ -56,11 +83,11 @@ def records_per_s(make: Callable[..., DataLoader[Any]], num_bytes: int, num_reco
     return (num_records - 1) / (time.perf_counter() - began_s)
 
 
-def turns_of(measure: Callable[[str], float], num_turns: int) -> dict[str, list[float]]:
+def turns_of(measure: Callable[[str], float], num_turns: int, names: list[str]) -> dict[str, list[float]]:
     """Let the loaders take turns; every second turn is in reverse order."""
-    found: dict[str, list[float]] = {name: [] for name in LOADERS}
+    found: dict[str, list[float]] = {name: [] for name in names}
     for number in range(num_turns):
-        for name in reversed(LOADERS) if number % 2 else LOADERS:
+        for name in reversed(names) if number % 2 else names:
             found[name].append(measure(name))
     return found
 
@@ -125,15 +152,18 @@ def main() -> None:
     rows: list[list[record.Value]] = []
     for size in map(parse_size, given.sizes.split(",")):
         how = size, max(8, int(given.seconds * min(1000.0, 1e9 / size))), given.workers
-        found = turns_of(lambda name, how=how: records_per_s(LOADERS[name], *how), given.turns)
-        ours, torchs = (statistics.median(found[name]) for name in LOADERS)
+        found = turns_of(lambda name, how=how: records_per_s(LOADERS[name], *how), given.turns, [*LOADERS])
+        rates = {name: statistics.median(found[name]) for name in LOADERS}
         ratio = statistics.median(one / other for one, other in zip(found["phalanx"], found["torch"], strict=True))
-        rows.append([size, 1 / ours, 1 / torchs, ratio])
-        print(f"{size_text(size):>8}  phalanx {ours:10.1f} records/s   torch {torchs:10.1f} records/s   {ratio:6.2f}")
-    found = turns_of(lambda name: copies_of_a_batch(LOADERS[name], given.mib << 20, 8), given.turns)
-    ours, torchs = (statistics.median(found[name]) for name in LOADERS)
+        rows.append([size, *(1 / rate for rate in rates.values()), ratio])
+        told = "   ".join(f"{name} {rate:10.1f}" for name, rate in rates.items())
+        print(f"{size_text(size):>8}  records/s: {told}   phalanx/torch {ratio:6.2f}")
+    found = turns_of(
+        lambda name: copies_of_a_batch(LOADERS[name], given.mib << 20, 8), given.turns, ["phalanx", "torch"]
+    )
+    ours, torchs = (statistics.median(rates) for rates in found.values())
     print(f"{given.mib} MiB from worker to rank: phalanx {ours:.2f} copies   torch {torchs:.2f} copies")
-    columns = [("record", "bytes"), ("phalanx, each", "seconds"), ("torch, each", "seconds"), ("ratio", "ratio")]
+    columns = [("record", "bytes"), *((f"{name}, each", "seconds") for name in LOADERS), ("ratio", "ratio")]
     tables = [
         record.Table("records", columns, rows),
         record.Table("copies", [("phalanx", "fraction"), ("torch", "fraction")], [[ours, torchs]]),
