@@ -26,6 +26,7 @@ _CASES = {
     "fabric": (*_PHALANX, "with_fabric.py"),
     "ignite": (*_PHALANX, "with_ignite.py"),
     "datasets": (*_PHALANX, "with_datasets.py"),
+    "pandas and pyarrow": (*_PHALANX, "with_tables.py"),
     "torchdata": (*_PHALANX, "with_torchdata.py"),
     "torchmetrics": (*_PHALANX, "with_torchmetrics.py"),
     "ray": (sys.executable, "with_ray.py"),
