@@ -217,6 +217,14 @@ def devices_of_new_group(own: str) -> dict[str, str]:
     return {"cpu": own}
 
 
+def num_groups_made() -> int:
+    """Return how many groups torch has counted, for processes that join later; 0 on a torch where none can join."""
+    try:
+        return int(__getattr__("world").group_count)
+    except ImportError:
+        return 0
+
+
 def wrap_making_of_groups(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Wrap the function with which torch makes every group."""
     from torch.distributed import distributed_c10d as c10d

@@ -21,10 +21,11 @@ import torch
 from torch.distributed import Store, is_gloo_available
 
 import phalanx
-from phalanx import _core, _torch
+from phalanx import _core
 from phalanx._env import LONGEST_S, seconds
 from phalanx._errors import PhalanxError
 from phalanx._settings import GroupOptions, Settings, read_settings, variable_of
+from phalanx._torch.lookup import num_groups_made
 from phalanx.backend.deadlines import LOOK_S
 from phalanx.backend.hosts.bridges import bridge
 from phalanx.backend.hosts.meeting import Meeting
@@ -180,7 +181,7 @@ def _hello(settings: Settings, segments: Mapping[str, _core.Segment]) -> dict[st
         "bridge": settings.bridge,
         "verify": settings.verify,
         "segments": sorted(segments),
-        "groups": _torch.world.group_count,
+        "groups": num_groups_made(),
         **{name: getattr(settings, name) for name in _AGREED},
     }
     if settings.bridge == "mpi":
