@@ -81,14 +81,13 @@ class Death:
     def _at(self) -> str:
         if self.samples is None:
             return ""
-        batch = words_of_batch(self.samples)
         if not self.is_begun:
-            return f", before it began {batch.removeprefix('in ').removeprefix('at ')}"
+            return f", before it began {_name(self.samples)}"
         if type(self.samples) is not list or not self.num_begun:
-            return f", {batch}"
+            return f", {words_of_batch(self.samples)}"
         if self.num_begun == ALL_LOADED:
-            return f", which had loaded {batch.removeprefix('in ')}"
-        return f", at sample {self.samples[self.num_begun - 1]} {batch}"
+            return f", which had loaded {_name(self.samples)}"
+        return f", at sample {self.samples[self.num_begun - 1]} {words_of_batch(self.samples)}"
 
 
 def _advice_of_exit(exitcode: int) -> str:
@@ -99,9 +98,14 @@ def _advice_of_exit(exitcode: int) -> str:
 
 def words_of_batch(samples: Any) -> str:
     """Return ``in the batch of samples 3, 5 and 9``, or ``at sample 3`` if there are no batches."""
+    name = _name(samples)
+    return f"{'at' if name.startswith('sample') else 'in'} {name}"
+
+
+def _name(samples: Any) -> str:
     if hasattr(samples, "tolist"):  # of a sampler that yields tensors or arrays
         samples = samples.tolist()
     if not isinstance(samples, list | tuple):
-        return f"at sample {shortened(str(samples))}"
+        return f"sample {shortened(str(samples))}"
     names = joined(samples) if len(samples) <= _MOST_SAMPLES else listed(samples, _MOST_SAMPLES)
-    return f"in the batch of {plural(len(samples), 'sample')} {names}"
+    return f"the batch of {plural(len(samples), 'sample')} {names}"
