@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -139,6 +141,18 @@ def test_a_death_names_signal_worker_and_samples(tmp_path, end, words):
     assert kind is RuntimeError
     assert re.match(r"DataLoader worker \(pid \d+\) " + words, message)
     assert ", at sample 6 in the batch of samples 4, 5, 6 and 7. " in message
+
+
+def crash():
+    ctypes.string_at(0)
+
+
+def test_a_crash_names_the_line(tmp_path):
+    dataset = Fatal(tmp_path, {6: 1}, crash)
+    options = {"num_workers": 1, "worker_init_fn": lambda _: faulthandler.disable()}  # pytest's own
+    _, message = error_of_epoch(dataset, 4, **options)
+    line = crash.__code__.co_firstlineno + 1
+    assert f"in the batch of samples 4, 5, 6 and 7. It crashed at {__file__}:{line}. Native code crashed" in message
 
 
 def exit_when_collated(samples):

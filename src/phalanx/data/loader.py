@@ -74,9 +74,10 @@ class DataLoader(torch_data.DataLoader[Any]):
       as long as it is needed. Where memfd_create is forbidden, or if torch's sharing strategy is ``file_system``, torch
       hands over batches in its own way.
     - If a worker dies, as it does when memory runs out, an error names the signal and the batch that the worker was
-      loading. With `worker_retries`, a new worker takes its place instead: each batch still comes once, in the same
-      order, and the other workers go on. The error is raised where the rank waits for a batch, never in the middle of a
-      step. If the dataset raises an exception in a worker, the message names the sample.
+      loading; if native code has crashed, it names the line, too. With `worker_retries`, a new worker takes its place
+      instead: each batch still comes once, in the same order, and the other workers go on. The error is raised where
+      the rank waits for a batch, never in the middle of a step. If the dataset raises an exception in a worker, the
+      message names the sample.
     - `state_dict` and `load_state_dict` resume in the middle of an epoch, on any number of ranks. With the same number
       of ranks, each rank gets the batches that it would have got without the interruption, and, if a `RandomState` is
       restored too, the same random numbers. Random numbers in workers are not resumed, so augmentation that runs in

@@ -35,6 +35,7 @@ class Death:
         is_begun: Whether it had begun that batch.
         num_deaths: Number of workers that have died at that batch.
         task: Torch's number of that batch; None if there is none.
+        site: User's line at which native code has crashed; empty if unknown.
     """
 
     worker: int
@@ -45,6 +46,7 @@ class Death:
     is_begun: bool
     num_deaths: int
     task: int | None
+    site: str
 
     def failure(self, rank: int, num_retries: int) -> str:
         """Return the message of a death that is not made good; it begins with torch's words, which programs look for.
@@ -60,6 +62,7 @@ class Death:
         sentences = [
             f"DataLoader worker (pid {self.pid}) {words}",
             f"It was worker {self.worker} of rank {rank}{self._at}.",
+            f"It crashed at {self.site}." if self.site else "",
         ]
         if num_retries:
             tried = f" This batch was tried {counted(self.num_deaths, 'time')}." if self.samples is not None else ""

@@ -8,6 +8,7 @@ and one writer. So there is no lock, nothing lies in ``/dev/shm``, and a message
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import mmap
 import os
 import struct
@@ -18,11 +19,13 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
+from phalanx.failure.last_words import site_of
 from phalanx.host.shared_blocks import unnamed_file
 
 NO_TASK = -1
 ALL_LOADED = -1
 _MOST_READ_BYTES = 1 << 20  # at once
+_PROGRESS_BYTES = 16  # before what is written at a crash
 
 
 class Line:
@@ -164,11 +167,11 @@ class Flag(UnnamedFile):
 
 
 class Progress(UnnamedFile):
-    """How far a worker is; the rank reads it when the worker has died."""
+    """How far a worker is, and the line of Python at which native code has crashed; read when the worker has died."""
 
     def __init__(self) -> None:
         super().__init__()
-        os.ftruncate(self._fd, 16)
+        os.ftruncate(self._fd, _PROGRESS_BYTES)
         self._map()
         self.begin(NO_TASK)
 
@@ -177,7 +180,19 @@ class Progress(UnnamedFile):
         self._map()
 
     def _map(self) -> None:
-        self._numbers = memoryview(mmap.mmap(self._fd, 16)).cast("q")
+        self._numbers = memoryview(mmap.mmap(self._fd, _PROGRESS_BYTES)).cast("q")
+
+    def note_crashes(self) -> None:
+        """Have a crash of this process noted here, unless Python prints it already (``-X faulthandler``)."""
+        if not faulthandler.is_enabled():
+            os.lseek(self._fd, _PROGRESS_BYTES, os.SEEK_SET)
+            faulthandler.enable(self._fd, all_threads=False)
+
+    @property
+    def crash_site(self) -> str:
+        """The user's line at which the worker has crashed, such as ``"/home/me/data.py:31"``; empty if unknown."""
+        text = os.pread(self._fd, _MOST_READ_BYTES, _PROGRESS_BYTES).decode(errors="replace")
+        return site_of(text.splitlines()[::-1])  # the newest call comes first
 
     @property
     def task(self) -> int:

@@ -170,6 +170,7 @@ class Worker:
             is_begun=is_begun,
             num_deaths=task.num_deaths if task is not None else 0,
             task=task.number if task is not None else None,
+            site=progress.crash_site,
         )
 
     def replace(self) -> None:
@@ -238,6 +239,7 @@ class Tasks:
         if hasattr(self, "_worker"):  # a forked process: this worker may be the second of its number
             self._line = self._worker.line
         self._line.keep_ends_of_worker()
+        self._line.progress.note_crashes()
         self._is_open = True
 
 
