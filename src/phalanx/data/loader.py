@@ -21,6 +21,7 @@ from phalanx._errors import warn_caller
 from phalanx._torch import shield
 from phalanx.data.handover.handing_over import handed_over
 from phalanx.data.partition import Partition
+from phalanx.data.positions import OF_ONE_PROCESS, position_of
 from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
 from phalanx.data.sampler import DistributedSampler
@@ -31,11 +32,6 @@ from phalanx.record.loop import loading
 from phalanx.wire.sockets import keep_paths_short
 
 DIVIDING_LOADER = "a phalanx.DataLoader without a sampler, or one with sampler=phalanx.DistributedSampler(dataset)"
-_OF_ONE_PROCESS = (
-    torch_data.RandomSampler, torch_data.SequentialSampler, torch_data.WeightedRandomSampler,
-    torch_data.SubsetRandomSampler, list, tuple, range, torch.Tensor,
-)  # fmt: skip
-
 _END = object()
 _starting = threading.RLock()
 """Held while workers are started, because a loader's attributes are other ones meanwhile."""
@@ -156,6 +152,7 @@ class DataLoader(torch_data.DataLoader[Any]):
         self.worker_retries: int = worker_retries
         self._rank = rank
         self._results: Results | None = None  # of persistent workers
+        self._position = position_of(self, rank, num_replicas)
         self._num_batches = 0  # number of batches yielded in this epoch
         self._is_over = False
         self._has_drawn = False
@@ -166,10 +163,10 @@ class DataLoader(torch_data.DataLoader[Any]):
             warn_caller(remark)
         # torch draws the workers' seed here, even without workers. In a resumed epoch, the earlier run has already
         # drawn this seed, so the draw is undone.
-        if self._results is not None and self._results.failure:
-            self._iterator = self._results = None  # one of the persistent workers has died: start new ones
+        if self._results is not None and (self._results.failure or self._position.is_behind):
+            self._iterator = self._results = None  # of the persistent workers, one has died or all are elsewhere
         with random_state_kept() if self._has_drawn else contextlib.nullcontext(), self._watched_workers():
-            batches = super().__iter__()
+            batches = self._position.begin(self, super().__iter__)
         self._has_drawn = False
         self._num_batches, self._is_over = 0, False
         return _Batches.of_iterator(self, batches)
@@ -191,43 +188,37 @@ class DataLoader(torch_data.DataLoader[Any]):
                 self._results = watched.results if self.persistent_workers else None
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the number of the epoch to the sampler, if the sampler has a ``set_epoch``."""
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
+        """Pass the number of the epoch to the sampler or the stream, if it has a ``set_epoch``."""
+        is_stream = isinstance(self.dataset, torch_data.IterableDataset)
+        holder = self.dataset if is_stream else self.sampler
+        self._position.set_epoch(epoch)
+        if hasattr(holder, "set_epoch"):
+            holder.set_epoch(epoch)
+            self._position.is_behind |= is_stream  # persistent workers have copies of it
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data after the last batch yielded; batches that workers loaded ahead do not count.
 
         Raises:
-            TypeError: The sampler is not a `phalanx.DistributedSampler`, or the dataset is a stream.
+            TypeError: Nobody knows the order: the sampler is neither one of torch's nor has a ``state_dict``, or workers
+                hand over batches as they come (``in_order=False``).
         """
-        return self._own_sampler().state_dict(self._num_batches * (self.batch_size or 1), self._is_over)
+        return self._position.state(self, self._num_batches, self._is_over)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a saved position, which any number of ranks may have saved.
+        """Continue at a saved position.
 
         Args:
             state: State that `state_dict` returned.
 
         Raises:
-            TypeError: The sampler is not a `phalanx.DistributedSampler`, or the dataset is a stream.
-            ValueError: `state` belongs to another dataset, seed or order.
+            TypeError: Nobody knows the order, as for `state_dict`.
+            ValueError: `state` belongs to another kind of loader, to another dataset, seed or order; or it depends on the
+                number of ranks or workers, which is another one now.
         """
-        self._own_sampler().load_state_dict(state)
+        self._position.load(self, state)
         self._num_batches, self._is_over = 0, False
         self._has_drawn = state["place"] > 0 or (self.persistent_workers and state["epoch"] > 0)
-
-    def _own_sampler(self) -> DistributedSampler:
-        if isinstance(self.dataset, torch_data.IterableDataset):
-            raise TypeError(
-                f"a loader of a stream, here a {type(self.dataset).__name__}, can't be resumed, because a stream has "
-                "no positions: skip the batches that were trained on, or pass a map-style dataset"
-            )
-        if not isinstance(self.sampler, DistributedSampler):
-            raise TypeError(
-                f"a {type(self.sampler).__name__} can't be resumed: pass sampler=phalanx.DistributedSampler(dataset)"
-            )
-        return self.sampler
 
 
 class _Batches:
@@ -256,6 +247,7 @@ class _Batches:
             self._loader._is_over = True
             raise StopIteration
         self._loader._num_batches += 1
+        self._loader._position.count_batch()
         return batch
 
 
@@ -291,7 +283,7 @@ def _undivided(dataset: Any, sampler: Any, batch_sampler: Any, num_replicas: int
     """
     if type(batch_sampler) is torch_data.BatchSampler:
         sampler = batch_sampler.sampler
-    if type(sampler) not in _OF_ONE_PROCESS or not hasattr(dataset, "__len__") or len(sampler) < len(dataset):
+    if type(sampler) not in OF_ONE_PROCESS or not hasattr(dataset, "__len__") or len(sampler) < len(dataset):
         return ""
     return (
         f"phalanx.DataLoader: a {type(sampler).__name__} does not divide the data, so each of the {num_replicas} ranks "

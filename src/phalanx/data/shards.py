@@ -9,6 +9,7 @@ turns loses items if the stream already divides itself among ranks, so the loade
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -27,6 +28,9 @@ def shard_iterable(
     Every worker reads the whole stream and keeps its share, so the stream must yield the same items each time. While
     the stream is read, ``get_worker_info()`` returns None. Otherwise, a stream that divides itself among workers would
     be divided twice.
+
+    A `phalanx.DataLoader` of it resumes in mid-epoch, on any number of ranks and workers. The stream is read again up to
+    the position, unless it has ``skip(n)``, as that of Hugging Face ``datasets``, which returns the rest of the stream.
 
     Args:
         iterable: Stream that every worker can iterate anew: an ``IterableDataset`` or a list, but not a generator.
@@ -50,6 +54,11 @@ def shard_iterable(
 class Shard(IterableDataset[Any]):
     """This rank's part of a stream, divided among the rank's workers.
 
+    Item i of the stream goes to rank i % W of W ranks. A rank's items make its batches, and worker n % K of its K workers
+    makes batch n. torch takes batches from the workers in turn, so a rank's batches and their order do not depend on K.
+    All ranks take batch n from the same items, so the items before it are a prefix of the stream: a position is one
+    number, at which any number of ranks and workers can go on, with any batch size. Only the last batch may be short.
+
     Args:
         over_workers: Whether this class divides the part among the rank's workers; False leaves that to the stream, as
             torch does.
@@ -57,17 +66,52 @@ class Shard(IterableDataset[Any]):
 
     def __init__(self, iterable: Iterable[Any], rank: int, num_replicas: int, *, over_workers: bool = True) -> None:
         # Stored now, because a worker has no process group, so it could not find out its rank.
-        self._iterable, self._rank, self._num_replicas = iterable, rank, num_replicas
-        self._over_workers = over_workers
+        self._iterable, self.rank, self.num_replicas = iterable, rank, num_replicas
+        self.over_workers = over_workers
+        self._start = self._num_last = 0
+        self._batch_size = 1
+
+    def placed(self, start: int, num_last: int, batch_size: int) -> Shard:
+        """Return this part in the form that a loader needs.
+
+        Args:
+            start: Place in the stream where the first iteration begins.
+            num_last: Number of items of the batch that ends at `start`; fewer of them may be there, because only the end
+                of the stream shows its length.
+            batch_size: Number of items in a batch of one rank.
+        """
+        placed = copy.copy(self)
+        placed._start, placed._num_last, placed._batch_size = start, num_last, batch_size
+        return placed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the number of the epoch to the stream, if the stream has a ``set_epoch``."""
+        if hasattr(self._iterable, "set_epoch"):
+            self._iterable.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        if worker is None or not self._over_workers:
-            return islice(iter(self._iterable), self._rank, None, self._num_replicas)
-        # Worker 0 of each rank takes an item in turn, then worker 1 of each rank, and so on. So the ranks' numbers of
-        # items differ by at most one, however many workers they have.
-        first = worker.id * self._num_replicas + self._rank
-        return islice(_read_whole(self._iterable), first, None, self._num_replicas * worker.num_workers)
+        worker = get_worker_info() if self.over_workers else None
+        start, self._start = self._start, 0  # a persistent worker iterates again, from the beginning
+        own = islice(self._items_from(start, is_whole=worker is not None), self.rank, None, self.num_replicas)
+        if worker is None:
+            return own
+        number, num_workers, size = worker.id, worker.num_workers, self._batch_size
+        return (item for place, item in enumerate(own) if place // size % num_workers == number)
+
+    def _items_from(self, start: int, *, is_whole: bool) -> Iterator[Any]:
+        read = _read_whole if is_whole else iter
+        skip = getattr(self._iterable, "skip", None)
+        if start and callable(skip):
+            return read(skip(start))
+        items = read(self._iterable)
+        # Read now rather than with the first batch, so that what the stream draws meanwhile can be undone.
+        num_read = sum(1 for _ in islice(items, start))
+        if num_read <= start - self._num_last and start:
+            raise ValueError(
+                f"rank {self.rank}: DataLoader: the stream ended after {num_read:,} items, before the position "
+                f"{start:,} at which to go on: pass the stream that the state was saved with"
+            )
+        return items
 
 
 def _read_whole(iterable: Iterable[Any]) -> Iterator[Any]:

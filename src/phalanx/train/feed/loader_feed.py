@@ -24,6 +24,7 @@ from phalanx.data.loader import DataLoader
 from phalanx.data.parts import have_own_parts
 from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
+from phalanx.data.sampler import DistributedSampler
 from phalanx.data.seeds import derive_seed
 from phalanx.train.feed.feed import Step, filler, is_dataset, whatever
 from phalanx.wire.rank_group import RankGroup
@@ -78,10 +79,10 @@ class LoaderFeed:
     @property
     def _num_left(self) -> int:
         own = self._own_state() if isinstance(self._loader, DataLoader) else None
-        if own is None:
-            return max(0, max(self._lengths) - self._place)
-        if self._has_passed(own):
+        if own is not None and self._has_passed(own):
             return 0
+        if own is None or not isinstance(self._loader.sampler, DistributedSampler):
+            return max(0, max(self._lengths) - self._place)
         num_samples, size = self._loader.sampler.num_after(own["place"]), self._loader.batch_size or 1
         return int(num_samples // size if self._loader.drop_last else -(-num_samples // size))
 

@@ -1,0 +1,398 @@
+"""Positions of a loader in its epochs: how they are saved, and how an epoch continues at one.
+
+What a position is depends on what decides the order:
+
+- **Samples** of a `phalanx.DistributedSampler`: the sampler's own state, a place in an order that is known in advance.
+- **Items** of a stream that this loader divides: see `Shard`. The loader's ranks and workers take the items in one order,
+  so a place is one number, for any number of ranks and workers and any batch size. A stream with ``skip(n)``, as that of
+  Hugging Face, is asked to skip; any other one is read up to the place. ``state_dict`` of such a stream is not used: the
+  streams that have it lose what a shuffle buffer holds, and every worker would have to send it with every batch.
+- **A sampler's state**, if a sampler has ``state_dict`` and ``load_state_dict``. Workers take indices ahead of the rank,
+  so the state is copied after each batch of indices and kept until that batch is yielded.
+- **Batches**, for one of torch's other samplers and for a stream that divides itself: begin the epoch again with the
+  random numbers that it began with, and pass over the batches that were yielded. Indices are passed over without loading
+  them; batches of a stream are loaded and thrown away. That needs the same number of ranks, and a stream needs the same
+  number of workers. Saving a stream's state in each worker instead would spare the reading, but a worker has read
+  ahead when its rank saves, so each batch would have to carry a copy of that state.
+
+Any other sampler may draw its order from anywhere, so it is refused.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils import data as torch_data
+
+from phalanx.data.sampler import DistributedSampler
+from phalanx.data.shards import Shard
+
+OF_ONE_PROCESS = (
+    torch_data.RandomSampler, torch_data.SequentialSampler, torch_data.WeightedRandomSampler,
+    torch_data.SubsetRandomSampler, list, tuple, range, torch.Tensor,
+)  # fmt: skip
+_REPRODUCIBLE = (*OF_ONE_PROCESS, torch_data.DistributedSampler)
+_HOLDING_BATCHES = (type(None), torch_data.BatchSampler, list, tuple)
+_KINDS = {
+    "samples": "a loader with a phalanx.DistributedSampler",
+    "items": "a loader that divides a stream",
+    "sampler": "a loader whose sampler has a state_dict",
+    "batches": "a loader that does not divide its data",
+}
+Make = Callable[[], Iterator[Any]]
+
+
+class Position:
+    """Position of a loader in epochs that it counts itself.
+
+    Attributes:
+        epoch: Number of the epoch; it advances when an iteration begins, unless `set_epoch` was called.
+        is_behind: Whether persistent workers were started before the position was set, so they don't know it.
+    """
+
+    kind = ""
+
+    def __init__(self, rank: int, num_replicas: int) -> None:
+        self._rank, self._num_replicas = rank, num_replicas
+        self.epoch = 0
+        self.is_behind = False
+        self._start = 0  # place where the next iteration begins
+        self._is_running = False  # whether an iteration has begun since the epoch was set
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration; an epoch that was loaded continues at its place."""
+        if epoch != self.epoch or self._is_running:
+            self._start = 0
+        self.epoch, self._is_running = epoch, False
+
+    def begin(self, loader: Any, make: Make) -> Iterator[Any]:
+        """Return torch's iterator of the next epoch, or of the rest of a loaded one.
+
+        Args:
+            loader: Loader that is iterated.
+            make: Function that makes torch's iterator of the loader.
+        """
+        if self._is_running:
+            self.epoch, self._start = self.epoch + 1, 0
+        self._is_running, self.is_behind = True, False
+        return self._begin(loader, make)
+
+    def count_batch(self) -> None:
+        """Note that the rank has got a batch."""
+
+    def state(self, loader: Any, num_batches: int, is_over: bool) -> dict[str, Any]:
+        """Return the position after a number of batches.
+
+        Args:
+            loader: Loader that is iterated.
+            num_batches: Number of batches that this rank has got since the last iteration began.
+            is_over: Whether this rank has asked for a further batch and got none.
+        """
+        if not self._is_running:  # the counts belong to an earlier epoch
+            num_batches, is_over = 0, False
+        place = self._start + num_batches * self._unit(loader)
+        is_over = is_over or place >= self._length(loader)
+        own = self._own_state(loader, num_batches, is_over)
+        return {"kind": self.kind, "epoch": self.epoch + is_over, "place": 0 if is_over else place, **own}
+
+    def load(self, loader: Any, state: Mapping[str, Any]) -> None:
+        """Continue at a saved position.
+
+        Args:
+            loader: Loader that is to continue.
+            state: State that `state` returned.
+
+        Raises:
+            ValueError: The state belongs to a loader of another kind, or to other data; or it is damaged.
+        """
+        self._check_kind(state)
+        for name in ("epoch", "place"):
+            if type(state[name]) is not int or state[name] < 0:
+                raise self._refusal(f"{name} must be an integer of at least 0, got {state[name]!r}", "take another one")
+        self._load(loader, state)
+        self.epoch, self._start = state["epoch"], state["place"]
+        self._is_running, self.is_behind = False, True
+
+    def _check_kind(self, state: Mapping[str, Any]) -> None:
+        needed = {"epoch", "place"} | ({"kind"} if self.kind != "samples" else set())
+        kind = state.get("kind", "samples")
+        if not needed <= state.keys() or kind != self.kind:
+            whose = _KINDS.get(kind, "another loader") if {"epoch", "place"} <= state.keys() else "another loader"
+            raise self._refusal(f"the state was saved by {whose}, and this is {_KINDS[self.kind]}", "make the same one")
+
+    def _check_same(self, names: Mapping[str, str], state: Mapping[str, Any], own: Mapping[str, Any], do: str) -> None:
+        for name, words in names.items():
+            if state.get(name) != own[name]:
+                raise self._refusal(f"the state was saved with {words} {state.get(name)}, and here {own[name]}", do)
+
+    def _refusal(self, what: str, do: str) -> ValueError:
+        return ValueError(f"rank {self._rank}: DataLoader.load_state_dict: {what}: {do}")
+
+    def _unit(self, loader: Any) -> int:
+        return 1
+
+    def _length(self, loader: Any) -> float:
+        return float("inf")
+
+    def _begin(self, loader: Any, make: Make) -> Iterator[Any]:
+        return make()
+
+    def _own_state(self, loader: Any, num_batches: int, is_over: bool) -> dict[str, Any]:
+        return {}
+
+    def _load(self, loader: Any, state: Mapping[str, Any]) -> None:
+        """Load what `_own_state` has returned, or refuse it before anything has changed."""
+
+
+class OfSamples(Position):
+    """Position that a `DistributedSampler` keeps."""
+
+    kind = "samples"
+
+    def state(self, loader: Any, num_batches: int, is_over: bool) -> dict[str, Any]:
+        state: dict[str, Any] = loader.sampler.state_dict(num_batches * (loader.batch_size or 1), is_over)
+        return state
+
+    def _load(self, loader: Any, state: Mapping[str, Any]) -> None:
+        loader.sampler.load_state_dict(state)
+
+    def load(self, loader: Any, state: Mapping[str, Any]) -> None:
+        super().load(loader, state)
+        self.is_behind = False  # workers are told their samples
+
+
+class OfItems(Position):
+    """Place in a stream that the loader divides; the items before the place have been taken by all ranks together."""
+
+    kind = "items"
+
+    def __init__(self, rank: int, num_replicas: int) -> None:
+        super().__init__(rank, num_replicas)
+        self._num_last = 0  # items of the batch that ends at `_start`, on all ranks
+
+    def _unit(self, loader: Any) -> int:
+        return (loader.batch_size or 1) * self._num_replicas
+
+    def _begin(self, loader: Any, make: Make) -> Iterator[Any]:
+        stream = loader.dataset
+        if not isinstance(stream, Shard):
+            if not self._start:
+                return make()
+            stream = Shard(stream, 0, 1, over_workers=False)
+        placed = stream.placed(self._start, self._num_last, loader.batch_size or 1)
+        with _replaced(loader, "dataset", placed):
+            return make()
+
+    def _own_state(self, loader: Any, num_batches: int, is_over: bool) -> dict[str, Any]:
+        return {"num_last": self._unit(loader) if num_batches else self._num_last}
+
+    def _load(self, loader: Any, state: Mapping[str, Any]) -> None:
+        self._num_last = state["num_last"]
+
+
+class OfSampler(Position):
+    """Position that a sampler of the user keeps, by ``state_dict`` and ``load_state_dict``."""
+
+    kind = "sampler"
+
+    def __init__(self, rank: int, num_replicas: int, sampler: Any) -> None:
+        super().__init__(rank, num_replicas)
+        self._sampler = sampler
+        self._states: collections.deque[Any] = collections.deque()  # after each batch that the rank has not got yet
+        self._state: Any = None
+
+    def _begin(self, loader: Any, make: Make) -> Iterator[Any]:
+        self._states.clear()
+        self._state = copy.deepcopy(self._sampler.state_dict())
+        name = _name_of_indices(loader)
+        with _replaced(loader, name, _Noting(getattr(loader, name), self._sampler, self._states)):
+            return make()
+
+    def count_batch(self) -> None:
+        self._state = self._states.popleft()
+
+    def _own_state(self, loader: Any, num_batches: int, is_over: bool) -> dict[str, Any]:
+        return {"sampler": self._state if self._is_running and not is_over else self._sampler.state_dict()}
+
+    def _load(self, loader: Any, state: Mapping[str, Any]) -> None:
+        self._sampler.load_state_dict(copy.deepcopy(state["sampler"]))
+        # At the end of an epoch, some samplers save an epoch of which nothing is left, others the next one.
+        if state["place"] == 0 and next(iter(self._sampler), None) is not None:
+            self._sampler.load_state_dict(copy.deepcopy(state["sampler"]))
+
+
+class OfBatches(Position):
+    """Number of batches that this rank has got; the epoch is begun again, and passes over these."""
+
+    kind = "batches"
+
+    def __init__(self, rank: int, num_replicas: int, sampler: Any) -> None:
+        super().__init__(rank, num_replicas)
+        self._sampler = sampler  # None: a stream
+        self._generators: torch.Tensor | None = None  # states at the beginning of the epoch
+
+    def _length(self, loader: Any) -> float:
+        return float("inf") if self._sampler is None else len(loader)
+
+    def _begin(self, loader: Any, make: Make) -> Iterator[Any]:
+        if not self._start:
+            self._generators = self._states_of_generators(loader)
+            return make()
+        assert self._generators is not None
+        for generator, state in zip(self._drawn_from(loader), self._generators, strict=True):
+            generator.set_state(state)
+        if self._sampler is None:
+            batches = make()
+            _pass_over(batches, self._start)
+            return batches
+        name = _name_of_indices(loader)
+        with _replaced(loader, name, _Rest(getattr(loader, name), self._start)):
+            return make()
+
+    def _own_state(self, loader: Any, num_batches: int, is_over: bool) -> dict[str, Any]:
+        generators = self._generators
+        if generators is None or is_over:
+            generators = self._states_of_generators(loader)
+        own = self._facts(loader)
+        return {**own, "order": getattr(self._sampler, "epoch", 0), "generators": generators}
+
+    def _load(self, loader: Any, state: Mapping[str, Any]) -> None:
+        names = {
+            "world_size": "a number of ranks of", "num_workers": "num_workers", "batch_size": "batch_size",
+            "length": "a number of batches of",
+        }  # fmt: skip
+        do = "make the same loader; a phalanx.DistributedSampler or phalanx.shard_iterable resumes on any number of ranks"
+        self._check_same(names, state, self._facts(loader), do)
+        self._generators = state["generators"]
+        if isinstance(self._sampler, torch_data.DistributedSampler):
+            self._sampler.set_epoch(state["order"])
+
+    def _facts(self, loader: Any) -> dict[str, Any]:
+        is_stream = self._sampler is None
+        return {
+            "world_size": self._num_replicas,
+            "num_workers": loader.num_workers if is_stream else 0,
+            "batch_size": loader.batch_size or 0,
+            "length": 0 if is_stream else len(loader),
+        }
+
+    def _drawn_from(self, loader: Any) -> list[torch.Generator]:
+        given = getattr(loader, "generator", None), getattr(self._sampler, "generator", None)
+        return [torch.default_generator, *(one or torch.default_generator for one in given)]
+
+    def _states_of_generators(self, loader: Any) -> torch.Tensor:
+        return torch.stack([generator.get_state() for generator in self._drawn_from(loader)])
+
+
+class Unknown(Position):
+    """Position that can't be known; epochs are counted all the same.
+
+    Args:
+        reason: Message of the TypeError.
+    """
+
+    def __init__(self, rank: int, num_replicas: int, reason: str) -> None:
+        super().__init__(rank, num_replicas)
+        self._reason = reason
+
+    def state(self, loader: Any, num_batches: int, is_over: bool) -> dict[str, Any]:
+        raise TypeError(self._reason)
+
+    def load(self, loader: Any, state: Mapping[str, Any]) -> None:
+        raise TypeError(self._reason)
+
+
+def position_of(loader: Any, rank: int, num_replicas: int) -> Position:
+    """Return the position of a loader that has just been made."""
+    where = rank, num_replicas
+    if loader.num_workers > 1 and not loader.in_order:
+        return Unknown(*where, _cant_resume(rank, "with in_order=False, nobody knows which batches are left"))
+    stream = loader.dataset
+    if isinstance(stream, Shard):
+        where = stream.rank, stream.num_replicas
+    if isinstance(stream, torch_data.IterableDataset):
+        return OfItems(*where) if _divides(loader, num_replicas) else OfBatches(*where, None)
+    if isinstance(loader.sampler, DistributedSampler):
+        return OfSamples(*where)
+    holder = loader.batch_sampler
+    sampler = loader.sampler if holder is None else getattr(holder, "sampler", holder)
+    for one in (holder, sampler):
+        if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
+            return OfSampler(*where, one)
+    if type(holder) in _HOLDING_BATCHES and type(sampler) in _REPRODUCIBLE:
+        return OfBatches(*where, sampler)
+    unknown = sampler if type(holder) in _HOLDING_BATCHES else holder
+    return Unknown(*where, _cant_resume(rank, f"nobody knows the order of a {type(unknown).__name__}"))
+
+
+def _cant_resume(rank: int, why: str) -> str:
+    return (
+        f"rank {rank}: this DataLoader can't be resumed: {why}: pass sampler=phalanx.DistributedSampler(dataset), or give "
+        "the sampler a state_dict and a load_state_dict; in_order must be True"
+    )
+
+
+def _divides(loader: Any, num_replicas: int) -> bool:
+    """Return whether the items of a stream come in one order to all ranks and workers together."""
+    if isinstance(loader.dataset, Shard):
+        return loader.dataset.over_workers or loader.num_workers <= 1
+    return not loader.is_own_part and num_replicas == 1 and loader.num_workers <= 1
+
+
+def _name_of_indices(loader: Any) -> str:
+    return "sampler" if loader.batch_sampler is None else "batch_sampler"
+
+
+@contextlib.contextmanager
+def _replaced(loader: Any, name: str, value: Any) -> Iterator[None]:
+    """Let torch make an iterator with another attribute of the loader, which can't be set, only replaced."""
+    kept = vars(loader)[name]
+    vars(loader)[name] = value
+    try:
+        yield
+    finally:
+        vars(loader)[name] = kept
+
+
+def _pass_over(items: Iterator[Any], number: int) -> None:
+    collections.deque(itertools.islice(items, number), maxlen=0)
+
+
+class _Noting:
+    """The indices of a loader; notes the state of its sampler after each of them."""
+
+    def __init__(self, indices: Any, sampler: Any, states: collections.deque[Any]) -> None:
+        self._indices, self._sampler, self._states = indices, sampler, states
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in self._indices:
+            self._states.append(copy.deepcopy(self._sampler.state_dict()))
+            yield index
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+
+class _Rest:
+    """The indices of a loader, in the first iteration without those at its beginning.
+
+    They are passed over when the iteration begins, so that what they draw is drawn before anything else.
+    """
+
+    def __init__(self, indices: Any, num_passed: int) -> None:
+        self._indices, self._num_passed = indices, num_passed
+
+    def __iter__(self) -> Iterator[Any]:
+        number, self._num_passed = self._num_passed, 0
+        indices = iter(self._indices)
+        _pass_over(indices, number)
+        return indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
