@@ -33,7 +33,7 @@ def loop(loader: Any, state: Any) -> Iterator[tuple[Any, Any]]:
     """Iterate as a script of one's own does that resumes: of a loader, or of a sampler alone."""
     if state is not None:
         loader.load_state_dict(state)
-    for epoch in range(getattr(loader, "sampler", loader).epoch, NUM_EPOCHS):
+    for epoch in range(loader.state_dict()["epoch"], NUM_EPOCHS):
         loader.set_epoch(epoch)
         for batch in loader:
             yield (epoch, _plain(batch)), loader.state_dict()

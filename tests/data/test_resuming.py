@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import pickle
+import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils import data as torch_data
 from torch.utils.data import TensorDataset
 
 import phalanx
 from phalanx import DistributedSampler
-from tests.resuming import NUM_EPOCHS, Stream, check_every_stop, loop
+from tests.resuming import NUM_EPOCHS, check_every_stop, loop
 
 NUM_RUNS = 1000 if os.environ.get("PHALANX_TEST_LONG") else 20
 lengths, world_sizes = st.integers(1, 200), st.integers(1, 4)
@@ -108,7 +112,146 @@ def test_workers_that_stay_do_not_move_the_numbers_that_a_rank_draws(run_ranks):
     assert run_ranks(weights_of_every_stop, 1, 5, options) == [(4, [])]
 
 
-def test_a_stream_has_no_position():
-    loader = phalanx.DataLoader(phalanx.shard_iterable(Stream(5)))
-    with pytest.raises(TypeError, match="a loader of a stream, here a Shard, can't be resumed"):
-        loader.state_dict()
+class Shuffled(torch.utils.data.Sampler):
+    """A sampler with a state of its own: at the end of an epoch, one of which nothing is left, or the next one."""
+
+    def __init__(self, length, ends_empty):
+        self._length, self._ends_empty = length, ends_empty
+        self.epoch = self.place = 0
+
+    def __len__(self):
+        return self._length
+
+    def set_epoch(self, epoch):
+        self.place = 0 if epoch != self.epoch else self.place
+        self.epoch = epoch
+
+    def __iter__(self):
+        start, self.place = self.place, 0
+        order = torch.randperm(self._length, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        for self.place in range(start + 1, self._length + 1):
+            yield order[self.place - 1]
+        if not self._ends_empty:
+            self.epoch, self.place = self.epoch + 1, 0
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state):
+        self.epoch, self.place = state["epoch"], state["place"]
+
+
+def seeded():
+    return torch.Generator().manual_seed(7)
+
+
+SAMPLERS = {
+    "random": lambda: {"batch_size": 2, "sampler": torch_data.RandomSampler(range(7), generator=seeded())},
+    "shuffled by torch": lambda: {"batch_size": 2, "shuffle": True, "generator": seeded()},
+    "one by one": lambda: {"batch_size": None, "sampler": torch_data.SubsetRandomSampler(range(5), seeded())},
+    "weighted": lambda: {"batch_size": 3, "sampler": torch_data.WeightedRandomSampler([1.0] * 7, 7, True, seeded())},
+    "in batches": lambda: {
+        "batch_sampler": torch_data.BatchSampler(torch_data.RandomSampler(range(7), generator=seeded()), 3, False)
+    },
+    "listed": lambda: {"batch_sampler": [[3, 1], [0], [5, 6]]},
+    "torch's distributed": lambda: {"batch_size": 2, "sampler": torch_data.DistributedSampler(range(7), 2, 1)},
+    "ours, in batches": lambda: {"batch_sampler": torch_data.BatchSampler(DistributedSampler(range(7), 2, 1), 2, False)},
+    "with a state, empty at the end": lambda: {"batch_size": 2, "sampler": Shuffled(7, True)},
+    "with a state, new at the end": lambda: {"batch_size": 2, "sampler": Shuffled(7, False)},
+}
+
+
+def open_sampled(kind, num_workers=0, **options):
+    return phalanx.DataLoader(
+        torch.arange(7), **SAMPLERS[kind](), num_workers=num_workers, is_own_part=True, **options
+    )
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_a_loader_with_another_sampler_goes_on_as_without_the_stop(kind):
+    check_every_stop(lambda state: loop(open_sampled(kind), state))
+
+
+@pytest.mark.parametrize("kind", ["random", "with a state, empty at the end"])
+def test_another_sampler_is_not_where_the_workers_are(kind):
+    options = {"num_workers": 1, "persistent_workers": True}
+    check_every_stop(lambda state: loop(open_sampled(kind, **options), state))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_order_of_the_default_generator_comes_again_and_draws_nothing(num_workers):
+    def open_loader():
+        return phalanx.DataLoader(range(9), 2, True, num_workers=num_workers, is_own_part=True)
+
+    batches = iter(loader := open_loader())
+    next(batches)
+    state, random = loader.state_dict(), phalanx.RandomState().state_dict()
+    rest, drawn = [batch.tolist() for batch in batches], torch.rand(3)
+    phalanx.RandomState().load_state_dict(random)
+    (again := open_loader()).load_state_dict(state)
+    assert [batch.tolist() for batch in again] == rest
+    assert torch.equal(torch.rand(3), drawn)
+
+
+class Own(torch_data.RandomSampler):
+    """Might draw from anywhere."""
+
+
+def test_a_position_is_refused_where_nobody_knows_the_order():
+    own = phalanx.DataLoader(range(4), sampler=Own(range(4)))
+    unordered = phalanx.DataLoader(range(4), num_workers=2, in_order=False)
+    for loader, why in ((own, "nobody knows the order of a Own"), (unordered, "with in_order=False")):
+        for call in (loader.state_dict, lambda loader=loader: loader.load_state_dict({})):
+            with pytest.raises(TypeError, match=f"rank 0: this DataLoader can't be resumed: {why}.*: pass sampler="):
+                call()
+
+
+OF_SAMPLES = {"epoch": 0, "place": 2, "seed": 0, "shuffle": False, "length": 7}
+REFUSED = {
+    "another kind": (OF_SAMPLES, "saved by a loader with a phalanx.DistributedSampler, and this is a loader that does"),
+    "torchdata's": ({"_snapshot": {}}, "saved by another loader, and this is a loader that does not divide its data"),
+    "negative": ({"place": -1}, "place must be an integer of at least 0, got -1"),
+    "not a number": ({"place": 1.5}, "place must be an integer of at least 0, got 1.5"),
+    "other ranks": ({"world_size": 3}, "with a number of ranks of 3, and here with 1: make the same loader"),
+    "other batches": ({"batch_size": 5}, "saved with batch_size 5, and here with 2"),
+    "another length": ({"length": 5}, "saved with a number of batches of 5, and here with 4"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_position_of_something_else_is_refused(name):
+    changes, words = REFUSED[name]
+    loader = open_sampled("random")
+    state = changes if "epoch" in changes or "_snapshot" in changes else loader.state_dict() | changes
+    with pytest.raises(ValueError, match=f"rank 0: DataLoader.load_state_dict: .*{words}"):
+        loader.load_state_dict(state)
+    assert loader.state_dict()["place"] == 0
+
+
+def test_a_position_passes_through_the_formats_of_checkpoints(tmp_path):
+    for number, kind in enumerate(["random", "with a state, new at the end", "ours, in batches"]):
+        batches = iter(loader := open_sampled(kind))
+        next(batches)
+        state = loader.state_dict()
+        rest = [batch.tolist() for batch in batches]
+        torch.save(state, tmp_path / "state.pt")
+        checkpoint = tmp_path / str(number)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, about a checkpoint of one process
+            dcp.save({"loader": state}, checkpoint_id=checkpoint, no_dist=True)
+            by_dcp = {"loader": open_sampled(kind)}
+            dcp.load(by_dcp, checkpoint_id=checkpoint, no_dist=True)
+        assert [batch.tolist() for batch in by_dcp["loader"]] == rest
+        for one in (pickle.loads(pickle.dumps(state)), torch.load(tmp_path / "state.pt")):
+            (again := open_sampled(kind)).load_state_dict(one)
+            again.load_state_dict(one)
+            assert [batch.tolist() for batch in again] == rest
+
+
+def test_a_loader_of_a_cache_goes_on_as_without_the_stop():
+    cache = phalanx.share(TensorDataset(torch.arange(7)), cache=True)
+    check_every_stop(lambda state: loop(phalanx.DataLoader(cache, 2, shuffle=True, collate_fn=flat), state))
+
+
+def flat(samples):
+    return torch.cat([sample.reshape(1) for (sample,) in samples])

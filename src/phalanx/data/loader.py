@@ -21,7 +21,7 @@ from phalanx._errors import warn_caller
 from phalanx._torch import shield
 from phalanx.data.handover.handing_over import handed_over
 from phalanx.data.partition import Partition
-from phalanx.data.positions import OF_ONE_PROCESS, position_of
+from phalanx.data.positions import OF_ONE_PROCESS, position_of, samplers_of
 from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
 from phalanx.data.sampler import DistributedSampler
@@ -189,12 +189,12 @@ class DataLoader(torch_data.DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the number of the epoch to the sampler or the stream, if it has a ``set_epoch``."""
-        is_stream = isinstance(self.dataset, torch_data.IterableDataset)
-        holder = self.dataset if is_stream else self.sampler
         self._position.set_epoch(epoch)
-        if hasattr(holder, "set_epoch"):
-            holder.set_epoch(epoch)
-            self._position.is_behind |= is_stream  # persistent workers have copies of it
+        is_stream = isinstance(self.dataset, torch_data.IterableDataset)
+        for holder in {id(one): one for one in ((self.dataset,) if is_stream else samplers_of(self))}.values():
+            if hasattr(holder, "set_epoch"):
+                holder.set_epoch(epoch)
+                self._position.is_behind |= is_stream  # persistent workers have copies of it
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data after the last batch yielded; batches that workers loaded ahead do not count.

@@ -45,6 +45,7 @@ _KINDS = {
     "sampler": "a loader whose sampler has a state_dict",
     "batches": "a loader that does not divide its data",
 }
+_FACTS = {"world_size": "a number of ranks of", "length": "a number of batches of"}
 Make = Callable[[], Iterator[Any]]
 
 
@@ -97,7 +98,7 @@ class Position:
         if not self._is_running:  # the counts belong to an earlier epoch
             num_batches, is_over = 0, False
         place = self._start + num_batches * self._unit(loader)
-        is_over = is_over or place >= self._length(loader)
+        is_over = is_over or (self._is_running and self._is_at_end(loader, place))
         own = self._own_state(loader, num_batches, is_over)
         return {"kind": self.kind, "epoch": self.epoch + is_over, "place": 0 if is_over else place, **own}
 
@@ -126,19 +127,14 @@ class Position:
             whose = _KINDS.get(kind, "another loader") if {"epoch", "place"} <= state.keys() else "another loader"
             raise self._refusal(f"the state was saved by {whose}, and this is {_KINDS[self.kind]}", "make the same one")
 
-    def _check_same(self, names: Mapping[str, str], state: Mapping[str, Any], own: Mapping[str, Any], do: str) -> None:
-        for name, words in names.items():
-            if state.get(name) != own[name]:
-                raise self._refusal(f"the state was saved with {words} {state.get(name)}, and here {own[name]}", do)
-
     def _refusal(self, what: str, do: str) -> ValueError:
         return ValueError(f"rank {self._rank}: DataLoader.load_state_dict: {what}: {do}")
 
     def _unit(self, loader: Any) -> int:
         return 1
 
-    def _length(self, loader: Any) -> float:
-        return float("inf")
+    def _is_at_end(self, loader: Any, place: int) -> bool:
+        return False  # a stream shows its end only when it is asked for more
 
     def _begin(self, loader: Any, make: Make) -> Iterator[Any]:
         return make()
@@ -155,16 +151,19 @@ class OfSamples(Position):
 
     kind = "samples"
 
-    def state(self, loader: Any, num_batches: int, is_over: bool) -> dict[str, Any]:
-        state: dict[str, Any] = loader.sampler.state_dict(num_batches * (loader.batch_size or 1), is_over)
-        return state
+    def __init__(self, sampler: DistributedSampler, batch_size: int) -> None:
+        super().__init__(sampler.rank, sampler.num_replicas)
+        self._sampler, self._batch_size = sampler, batch_size
 
-    def _load(self, loader: Any, state: Mapping[str, Any]) -> None:
-        loader.sampler.load_state_dict(state)
+    def state(self, loader: Any, num_batches: int, is_over: bool) -> dict[str, Any]:
+        return self._sampler.state_dict(num_batches * self._batch_size, is_over)
 
     def load(self, loader: Any, state: Mapping[str, Any]) -> None:
         super().load(loader, state)
         self.is_behind = False  # workers are told their samples
+
+    def _load(self, loader: Any, state: Mapping[str, Any]) -> None:
+        self._sampler.load_state_dict(state)
 
 
 class OfItems(Position):
@@ -206,16 +205,21 @@ class OfSampler(Position):
         self._sampler = sampler
         self._states: collections.deque[Any] = collections.deque()  # after each batch that the rank has not got yet
         self._state: Any = None
+        self._is_last = False  # whether the sampler has no more indices than the rank has got
 
     def _begin(self, loader: Any, make: Make) -> Iterator[Any]:
         self._states.clear()
+        self._is_last = False
         self._state = copy.deepcopy(self._sampler.state_dict())
         name = _name_of_indices(loader)
         with _replaced(loader, name, _Noting(getattr(loader, name), self._sampler, self._states)):
             return make()
 
     def count_batch(self) -> None:
-        self._state = self._states.popleft()
+        self._state, self._is_last = self._states.popleft()
+
+    def _is_at_end(self, loader: Any, place: int) -> bool:
+        return self._is_last
 
     def _own_state(self, loader: Any, num_batches: int, is_over: bool) -> dict[str, Any]:
         return {"sampler": self._state if self._is_running and not is_over else self._sampler.state_dict()}
@@ -235,43 +239,51 @@ class OfBatches(Position):
     def __init__(self, rank: int, num_replicas: int, sampler: Any) -> None:
         super().__init__(rank, num_replicas)
         self._sampler = sampler  # None: a stream
-        self._generators: torch.Tensor | None = None  # states at the beginning of the epoch
+        self._generators: torch.Tensor | None = None  # states at the beginning of this epoch
 
-    def _length(self, loader: Any) -> float:
-        return float("inf") if self._sampler is None else len(loader)
+    def _is_at_end(self, loader: Any, place: int) -> bool:
+        return self._sampler is not None and place >= len(loader)
 
     def _begin(self, loader: Any, make: Make) -> Iterator[Any]:
         if not self._start:
             self._generators = self._states_of_generators(loader)
             return make()
-        assert self._generators is not None
-        for generator, state in zip(self._drawn_from(loader), self._generators, strict=True):
-            generator.set_state(state)
+        for number, generator in enumerate(self._drawn_from(loader)):
+            self._restore(generator, number)
         if self._sampler is None:
             batches = make()
             _pass_over(batches, self._start)
             return batches
         name = _name_of_indices(loader)
-        with _replaced(loader, name, _Rest(getattr(loader, name), self._start)):
-            return make()
+        rest = _Rest(getattr(loader, name), self._start)
+        with _replaced(loader, name, rest):
+            batches = make()
+        rest.pass_over()
+        return batches
 
     def _own_state(self, loader: Any, num_batches: int, is_over: bool) -> dict[str, Any]:
         generators = self._generators
-        if generators is None or is_over:
+        if generators is None or not self._start + num_batches or is_over:
             generators = self._states_of_generators(loader)
-        own = self._facts(loader)
-        return {**own, "order": getattr(self._sampler, "epoch", 0), "generators": generators}
+        return {**self._facts(loader), "order": getattr(self._sampler, "epoch", 0), "generators": generators}
 
     def _load(self, loader: Any, state: Mapping[str, Any]) -> None:
-        names = {
-            "world_size": "a number of ranks of", "num_workers": "num_workers", "batch_size": "batch_size",
-            "length": "a number of batches of",
-        }  # fmt: skip
         do = "make the same loader; a phalanx.DistributedSampler or phalanx.shard_iterable resumes on any number of ranks"
-        self._check_same(names, state, self._facts(loader), do)
+        for name, own in self._facts(loader).items():
+            if state[name] != own:
+                words = _FACTS.get(name, name)
+                raise self._refusal(f"the state was saved with {words} {state[name]}, and here with {own}", do)
         self._generators = state["generators"]
         if isinstance(self._sampler, torch_data.DistributedSampler):
             self._sampler.set_epoch(state["order"])
+        if state["place"] == 0:  # the default generator is the script's, which may restore a RandomState
+            for number, generator in enumerate(self._drawn_from(loader)):
+                if generator is not torch.default_generator:
+                    self._restore(generator, number)
+
+    def _restore(self, generator: torch.Generator, number: int) -> None:
+        assert self._generators is not None
+        generator.set_state(self._generators[number].clone())  # torch crashes of a view that begins within its storage
 
     def _facts(self, loader: Any) -> dict[str, Any]:
         is_stream = self._sampler is None
@@ -318,10 +330,9 @@ def position_of(loader: Any, rank: int, num_replicas: int) -> Position:
         where = stream.rank, stream.num_replicas
     if isinstance(stream, torch_data.IterableDataset):
         return OfItems(*where) if _divides(loader, num_replicas) else OfBatches(*where, None)
-    if isinstance(loader.sampler, DistributedSampler):
-        return OfSamples(*where)
-    holder = loader.batch_sampler
-    sampler = loader.sampler if holder is None else getattr(holder, "sampler", holder)
+    holder, sampler = samplers_of(loader)
+    if isinstance(sampler, DistributedSampler) and type(holder) in (type(None), torch_data.BatchSampler):
+        return OfSamples(sampler, getattr(holder, "batch_size", 1))
     for one in (holder, sampler):
         if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
             return OfSampler(*where, one)
@@ -329,6 +340,12 @@ def position_of(loader: Any, rank: int, num_replicas: int) -> Position:
         return OfBatches(*where, sampler)
     unknown = sampler if type(holder) in _HOLDING_BATCHES else holder
     return Unknown(*where, _cant_resume(rank, f"nobody knows the order of a {type(unknown).__name__}"))
+
+
+def samplers_of(loader: Any) -> tuple[Any, Any]:
+    """Return what makes the batches of a loader, None if nothing does, and what chooses their samples."""
+    holder = loader.batch_sampler
+    return holder, loader.sampler if holder is None else getattr(holder, "sampler", holder)
 
 
 def _cant_resume(rank: int, why: str) -> str:
@@ -365,15 +382,20 @@ def _pass_over(items: Iterator[Any], number: int) -> None:
 
 
 class _Noting:
-    """The indices of a loader; notes the state of its sampler after each of them."""
+    """The indices of a loader; notes of each the state of its sampler behind it, and whether it is the last one."""
 
-    def __init__(self, indices: Any, sampler: Any, states: collections.deque[Any]) -> None:
-        self._indices, self._sampler, self._states = indices, sampler, states
+    def __init__(self, indices: Any, sampler: Any, notes: collections.deque[Any]) -> None:
+        self._indices, self._sampler, self._notes = indices, sampler, notes
 
     def __iter__(self) -> Iterator[Any]:
-        for index in self._indices:
-            self._states.append(copy.deepcopy(self._sampler.state_dict()))
+        indices, end = iter(self._indices), object()
+        index = next(indices, end)
+        while index is not end:
+            state = copy.deepcopy(self._sampler.state_dict())
+            following = next(indices, end)
+            self._notes.append((state, following is end))
             yield index
+            index = following
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -382,17 +404,24 @@ class _Noting:
 class _Rest:
     """The indices of a loader, in the first iteration without those at its beginning.
 
-    They are passed over when the iteration begins, so that what they draw is drawn before anything else.
+    torch draws the workers' seed before it asks for an index, and a sampler may draw its order when it is asked. So
+    indices are passed over not when the iteration begins, but when the first index is asked for or afterwards.
     """
 
     def __init__(self, indices: Any, num_passed: int) -> None:
         self._indices, self._num_passed = indices, num_passed
 
     def __iter__(self) -> Iterator[Any]:
-        number, self._num_passed = self._num_passed, 0
-        indices = iter(self._indices)
-        _pass_over(indices, number)
-        return indices
+        self._left = iter(self._indices)
+        return self._walk()
 
     def __len__(self) -> int:
         return len(self._indices)
+
+    def _walk(self) -> Iterator[Any]:
+        self.pass_over()
+        yield from self._left
+
+    def pass_over(self) -> None:
+        number, self._num_passed = self._num_passed, 0
+        _pass_over(self._left, number)
