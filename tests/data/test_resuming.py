@@ -155,16 +155,16 @@ SAMPLERS = {
     },
     "listed": lambda: {"batch_sampler": [[3, 1], [0], [5, 6]]},
     "torch's distributed": lambda: {"batch_size": 2, "sampler": torch_data.DistributedSampler(range(7), 2, 1)},
-    "ours, in batches": lambda: {"batch_sampler": torch_data.BatchSampler(DistributedSampler(range(7), 2, 1), 2, False)},
+    "ours, in batches": lambda: {
+        "batch_sampler": torch_data.BatchSampler(DistributedSampler(range(7), 2, 1), 2, False)
+    },
     "with a state, empty at the end": lambda: {"batch_size": 2, "sampler": Shuffled(7, True)},
     "with a state, new at the end": lambda: {"batch_size": 2, "sampler": Shuffled(7, False)},
 }
 
 
 def open_sampled(kind, num_workers=0, **options):
-    return phalanx.DataLoader(
-        torch.arange(7), **SAMPLERS[kind](), num_workers=num_workers, is_own_part=True, **options
-    )
+    return phalanx.DataLoader(torch.arange(7), **SAMPLERS[kind](), num_workers=num_workers, is_own_part=True, **options)
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)

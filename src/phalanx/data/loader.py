@@ -191,7 +191,7 @@ class DataLoader(torch_data.DataLoader[Any]):
         """Pass the number of the epoch to the sampler or the stream, if it has a ``set_epoch``."""
         self._position.set_epoch(epoch)
         is_stream = isinstance(self.dataset, torch_data.IterableDataset)
-        for holder in {id(one): one for one in ((self.dataset,) if is_stream else samplers_of(self))}.values():
+        for holder in (self.dataset,) if is_stream else samplers_of(self):
             if hasattr(holder, "set_epoch"):
                 holder.set_epoch(epoch)
                 self._position.is_behind |= is_stream  # persistent workers have copies of it
