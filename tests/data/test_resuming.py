@@ -129,8 +129,9 @@ class Shuffled(torch.utils.data.Sampler):
     def __iter__(self):
         start, self.place = self.place, 0
         order = torch.randperm(self._length, generator=torch.Generator().manual_seed(self.epoch)).tolist()
-        for self.place in range(start + 1, self._length + 1):
-            yield order[self.place - 1]
+        for place in range(start, self._length):
+            self.place = place + 1
+            yield order[place]
         if not self._ends_empty:
             self.epoch, self.place = self.epoch + 1, 0
 

@@ -204,12 +204,12 @@ def test_a_stream_that_divides_itself_needs_the_same_workers():
     state = phalanx.DataLoader(OwnTurns(7), num_workers=2, is_own_part=True).state_dict()
     loader = phalanx.DataLoader(OwnTurns(7), is_own_part=True)
     with pytest.raises(
-        ValueError, match="saved with num_workers 2, and here with 0: .*phalanx.shard_iterable resumes on"
+        ValueError, match=r"saved with num_workers 2, and here with 0: .*phalanx.shard_iterable resumes on"
     ):
         loader.load_state_dict(state)
     divided = phalanx.DataLoader(KINDS["divided"]())
     with pytest.raises(
-        ValueError, match="rank 1: .* saved by a loader that does not divide its data, and this is a loa"
+        ValueError, match=r"rank 1: .* saved by a loader that does not divide its data, and this is a loa"
     ):
         divided.load_state_dict(state)
 

@@ -188,9 +188,18 @@ def fit(folder, data, stop=None, **options):
 
 INPUTS = torch.randn(11, 5, generator=torch.Generator().manual_seed(1))
 DATA = TensorDataset(INPUTS, INPUTS.sum(1, keepdim=True))
+
+
+class Samples(torch_data.IterableDataset):
+    def __iter__(self):
+        return iter(DATA)
+
+
 KINDS = {
     "dataset": (lambda: DATA, {"global_batch_size": 4, "num_workers": 0}),
     "phalanx.DataLoader": (lambda: phalanx.DataLoader(DATA, 4, shuffle=True), {}),
+    "a stream": (lambda: phalanx.DataLoader(phalanx.shard_iterable(Samples()), 4), {}),
+    "torch's sampler": (lambda: phalanx.DataLoader(DATA, 4, True, is_own_part=True), {}),
     "torch's DataLoader": (lambda: torch_data.DataLoader(DATA, 4, shuffle=True), {}),
 }
 

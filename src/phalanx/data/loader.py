@@ -64,7 +64,8 @@ class DataLoader(torch_data.DataLoader[Any]):
     - Without `worker_init_fn`, each worker of each rank draws its own random numbers from Python, NumPy and torch.
     - Ranks take turns at the items of an ``IterableDataset``, so the dataset must yield the same items on each rank. As
       in torch, the dataset itself must divide its items among workers: a stream that does not look at
-      ``get_worker_info()`` yields every item in every worker. `shard_iterable` divides any stream.
+      ``get_worker_info()`` yields every item in every worker. `shard_iterable` divides any stream. `set_epoch` passes
+      the epoch to a stream that has a ``set_epoch``; persistent workers then start anew.
     - Workers hand over batches in memory without a name, so the size of ``/dev/shm`` does not matter. Large tensors lie
       in blocks that a worker fills again when no tensor of this process lies in them any more; a batch may be kept for
       as long as it is needed. Where memfd_create is forbidden, or if torch's sharing strategy is ``file_system``, torch
@@ -78,6 +79,9 @@ class DataLoader(torch_data.DataLoader[Any]):
       of ranks, each rank gets the batches that it would have got without the interruption, and, if a `RandomState` is
       restored too, the same random numbers. Random numbers in workers are not resumed, so augmentation that runs in
       workers differs in the rest of that epoch.
+    - So does a loader of `shard_iterable`, with any number of workers, and of any stream with at most one worker. A
+      stream that divides itself needs the same numbers of ranks and workers, and torch's samplers need the same number
+      of ranks. A sampler with ``state_dict`` and ``load_state_dict`` keeps its own position.
 
     Args:
         is_own_part: Whether the dataset is already this rank's own part, so that the loader does not divide it again.
@@ -200,8 +204,8 @@ class DataLoader(torch_data.DataLoader[Any]):
         """Return the position in the data after the last batch yielded; batches that workers loaded ahead do not count.
 
         Raises:
-            TypeError: Nobody knows the order: the sampler is neither one of torch's nor has a ``state_dict``, or workers
-                hand over batches as they come (``in_order=False``).
+            TypeError: Nobody knows the order: the sampler is not one of torch's and has no ``state_dict``, or several
+                workers hand over batches as they come (``in_order=False``).
         """
         return self._position.state(self, self._num_batches, self._is_over)
 
@@ -213,8 +217,8 @@ class DataLoader(torch_data.DataLoader[Any]):
 
         Raises:
             TypeError: Nobody knows the order, as for `state_dict`.
-            ValueError: `state` belongs to another kind of loader, to another dataset, seed or order; or it depends on the
-                number of ranks or workers, which is another one now.
+            ValueError: `state` belongs to another kind of loader, dataset, seed or order; or it needs the number of
+                ranks or workers with which it was saved.
         """
         self._position.load(self, state)
         self._num_batches, self._is_over = 0, False

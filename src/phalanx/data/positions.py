@@ -3,19 +3,18 @@
 What a position is depends on what decides the order:
 
 - **Samples** of a `phalanx.DistributedSampler`: the sampler's own state, a place in an order that is known in advance.
-- **Items** of a stream that this loader divides: see `Shard`. The loader's ranks and workers take the items in one order,
-  so a place is one number, for any number of ranks and workers and any batch size. A stream with ``skip(n)``, as that of
-  Hugging Face, is asked to skip; any other one is read up to the place. ``state_dict`` of such a stream is not used: the
-  streams that have it lose what a shuffle buffer holds, and every worker would have to send it with every batch.
-- **A sampler's state**, if a sampler has ``state_dict`` and ``load_state_dict``. Workers take indices ahead of the rank,
-  so the state is copied after each batch of indices and kept until that batch is yielded.
-- **Batches**, for one of torch's other samplers and for a stream that divides itself: begin the epoch again with the
-  random numbers that it began with, and pass over the batches that were yielded. Indices are passed over without loading
-  them; batches of a stream are loaded and thrown away. That needs the same number of ranks, and a stream needs the same
-  number of workers. Saving a stream's state in each worker instead would spare the reading, but a worker has read
-  ahead when its rank saves, so each batch would have to carry a copy of that state.
+- **Items** of a stream that the loader divides, see `Shard`: all ranks and workers take them in one order, so a place
+  is one number, for any number of ranks and workers and any batch size. A stream with ``skip(n)``, as in Hugging Face
+  ``datasets``, is asked to skip; any other one is read up to the place. ``state_dict`` of a stream is not used: Hugging
+  Face's loses what its shuffle buffer holds, and each worker would have to send the state with each batch.
+- **A sampler's state**, if a sampler has ``state_dict`` and ``load_state_dict``. Workers are given indices before the
+  rank asks for their batch, so the state is copied after each batch of indices and kept until that batch is yielded.
+- **Batches**, for one of torch's other samplers and for a stream that divides itself: the epoch begins again with the
+  random numbers that it began with, and passes over the batches that were yielded. Indices are passed over without
+  loading their samples; batches of a stream are loaded and thrown away. The number of ranks must be the same, and of a
+  stream the number of workers too.
 
-Any other sampler may draw its order from anywhere, so it is refused.
+Any other sampler may draw its order from anywhere, so a position is refused.
 """
 
 from __future__ import annotations
@@ -268,7 +267,7 @@ class OfBatches(Position):
         return {**self._facts(loader), "order": getattr(self._sampler, "epoch", 0), "generators": generators}
 
     def _load(self, loader: Any, state: Mapping[str, Any]) -> None:
-        do = "make the same loader; a phalanx.DistributedSampler or phalanx.shard_iterable resumes on any number of ranks"
+        do = "make the same loader; phalanx.DistributedSampler and phalanx.shard_iterable resume on any number of ranks"
         for name, own in self._facts(loader).items():
             if state[name] != own:
                 words = _FACTS.get(name, name)
@@ -350,8 +349,8 @@ def samplers_of(loader: Any) -> tuple[Any, Any]:
 
 def _cant_resume(rank: int, why: str) -> str:
     return (
-        f"rank {rank}: this DataLoader can't be resumed: {why}: pass sampler=phalanx.DistributedSampler(dataset), or give "
-        "the sampler a state_dict and a load_state_dict; in_order must be True"
+        f"rank {rank}: this DataLoader can't be resumed: {why}: pass sampler=phalanx.DistributedSampler(dataset), or "
+        "give the sampler a state_dict and a load_state_dict; in_order must be True"
     )
 
 

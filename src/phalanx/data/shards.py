@@ -29,8 +29,8 @@ def shard_iterable(
     the stream is read, ``get_worker_info()`` returns None. Otherwise, a stream that divides itself among workers would
     be divided twice.
 
-    A `phalanx.DataLoader` of it resumes in mid-epoch, on any number of ranks and workers. The stream is read again up to
-    the position, unless it has ``skip(n)``, as that of Hugging Face ``datasets``, which returns the rest of the stream.
+    A `phalanx.DataLoader` of it resumes in mid-epoch, on any number of ranks and workers. It reads the stream again up
+    to the position, unless the stream has ``skip(n)``, as in Hugging Face ``datasets``, which returns the rest of it.
 
     Args:
         iterable: Stream that every worker can iterate anew: an ``IterableDataset`` or a list, but not a generator.
@@ -54,10 +54,10 @@ def shard_iterable(
 class Shard(IterableDataset[Any]):
     """This rank's part of a stream, divided among the rank's workers.
 
-    Item i of the stream goes to rank i % W of W ranks. A rank's items make its batches, and worker n % K of its K workers
-    makes batch n. torch takes batches from the workers in turn, so a rank's batches and their order do not depend on K.
-    All ranks take batch n from the same items, so the items before it are a prefix of the stream: a position is one
-    number, at which any number of ranks and workers can go on, with any batch size. Only the last batch may be short.
+    Item i of the stream goes to rank i % W of W ranks. A rank's items make its batches in order, and of its K workers
+    number n % K makes batch n. torch takes batches from the workers in turn, so a rank's batches and their order do not
+    depend on K. After batch n on every rank, the items taken are a prefix of the stream. So a position is one number,
+    at which any number of ranks and workers can go on, with any batch size. Only the last batch may be short.
 
     Args:
         over_workers: Whether this class divides the part among the rank's workers; False leaves that to the stream, as
@@ -76,8 +76,8 @@ class Shard(IterableDataset[Any]):
 
         Args:
             start: Place in the stream where the first iteration begins.
-            num_last: Number of items of the batch that ends at `start`; fewer of them may be there, because only the end
-                of the stream shows its length.
+            num_last: Most items, on all ranks, in the batch that ends at `start`. The last one of an epoch may have
+                been short, and a stream shows its length only at its end.
             batch_size: Number of items in a batch of one rank.
         """
         placed = copy.copy(self)
