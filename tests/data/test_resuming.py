@@ -201,7 +201,7 @@ class Own(torch_data.RandomSampler):
 def test_a_position_is_refused_where_nobody_knows_the_order():
     own = phalanx.DataLoader(range(4), sampler=Own(range(4)))
     unordered = phalanx.DataLoader(range(4), num_workers=2, in_order=False)
-    for loader, why in ((own, "nobody knows the order of a Own"), (unordered, "with in_order=False")):
+    for loader, why in ((own, "nobody knows the order of Own"), (unordered, "with in_order=False")):
         for call in (loader.state_dict, lambda loader=loader: loader.load_state_dict({})):
             with pytest.raises(TypeError, match=f"rank 0: this DataLoader can't be resumed: {why}.*: pass sampler="):
                 call()

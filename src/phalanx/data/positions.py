@@ -36,8 +36,7 @@ OF_ONE_PROCESS = (
     torch_data.RandomSampler, torch_data.SequentialSampler, torch_data.WeightedRandomSampler,
     torch_data.SubsetRandomSampler, list, tuple, range, torch.Tensor,
 )  # fmt: skip
-_REPRODUCIBLE = (*OF_ONE_PROCESS, torch_data.DistributedSampler)
-_HOLDING_BATCHES = (type(None), torch_data.BatchSampler, list, tuple)
+_REPRODUCIBLE = (*OF_ONE_PROCESS, torch_data.DistributedSampler, torch_data.BatchSampler, type(None))
 _KINDS = {
     "samples": "a loader with a phalanx.DistributedSampler",
     "items": "a loader that divides a stream",
@@ -335,16 +334,22 @@ def position_of(loader: Any, rank: int, num_replicas: int) -> Position:
     for one in (holder, sampler):
         if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
             return OfSampler(*where, one)
-    if type(holder) in _HOLDING_BATCHES and type(sampler) in _REPRODUCIBLE:
-        return OfBatches(*where, sampler)
-    unknown = sampler if type(holder) in _HOLDING_BATCHES else holder
-    return Unknown(*where, _cant_resume(rank, f"nobody knows the order of a {type(unknown).__name__}"))
+    unknown = [type(one).__name__ for one in (holder, sampler) if not _is_reproducible(one)]
+    if unknown:
+        return Unknown(*where, _cant_resume(rank, f"nobody knows the order of {unknown[0]}"))
+    return OfBatches(*where, sampler)
 
 
 def samplers_of(loader: Any) -> tuple[Any, Any]:
     """Return what makes the batches of a loader, None if nothing does, and what chooses their samples."""
     holder = loader.batch_sampler
     return holder, loader.sampler if holder is None else getattr(holder, "sampler", holder)
+
+
+def _is_reproducible(sampler: Any) -> bool:
+    """Return whether an order depends on the generator and the epoch alone, as of torch's and torchdata's samplers."""
+    package = type(sampler).__module__.partition(".")[0]
+    return package == "torchdata" or (isinstance(sampler, _REPRODUCIBLE) and package in ("builtins", "torch"))
 
 
 def _cant_resume(rank: int, why: str) -> str:
