@@ -1,5 +1,8 @@
-"""Hugging Face datasets: each rank streams its own part."""
+"""Hugging Face datasets: each rank streams its own part; then a shuffled stream goes on from a loader's state."""
 
+from itertools import islice
+
+import phalanx
 import torch
 import torch.distributed as dist
 from _told import model, samples, tell
@@ -20,5 +23,19 @@ for batch in loader:
     optimizer.step()
     seen += len(batch["target"])
 dist.all_reduce(seen)
-tell(net, seen=int(seen))
+
+
+def new_loader():
+    return phalanx.DataLoader(phalanx.shard_iterable(whole.shuffle(seed=3, buffer_size=8)), 4, num_workers=1)
+
+
+first = new_loader()
+batches = iter(first)
+before = [batch["target"].tolist() for batch in islice(batches, 2)]
+state = first.state_dict()
+rest = [batch["target"].tolist() for batch in batches]
+second = new_loader()
+second.load_state_dict(state)
+assert [batch["target"].tolist() for batch in second] == rest
+tell(net, seen=int(seen), targets=before + rest)
 dist.destroy_process_group()
