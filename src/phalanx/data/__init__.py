@@ -1,8 +1,8 @@
 """Data for several ranks: samplers, partitions, loaders and seeds. Works with any backend.
 
-Start with `sampler`, then `loader`. `sharing` holds data once per host, `handover` carries batches from workers to
-ranks, and `workers` replaces workers that die. Only `parts` and `sharing` communicate between ranks, and nothing here
-computes a step.
+Start with `sampler`, then `loader`; `positions` resumes epochs. `sharing` holds data once per host, `handover` carries
+batches from workers to ranks, and `workers` replaces workers that die. Only `parts` and `sharing` communicate between
+ranks, and nothing here computes a step.
 """
 
 from phalanx.data.batches import GlobalBatches

@@ -214,7 +214,8 @@ class OfSampler(Position):
             return make()
 
     def count_batch(self) -> None:
-        self._state, self._is_last = self._states.popleft()
+        if self._states:  # empty if an older iterator goes on beside the newest
+            self._state, self._is_last = self._states.popleft()
 
     def _is_at_end(self, loader: Any, place: int) -> bool:
         return self._is_last

@@ -2,13 +2,14 @@
 
 from itertools import islice
 
-import phalanx
 import torch
 import torch.distributed as dist
 from _told import model, samples, tell
 from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
 from torch.nn.parallel import DistributedDataParallel
+
+import phalanx
 
 dist.init_process_group("gloo")
 rows = [{"inputs": inputs.tolist(), "target": target} for inputs, target in samples()]
