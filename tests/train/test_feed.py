@@ -29,11 +29,14 @@ NUM_WHOLE_RUNS, LONGEST = (300, 200) if NUM_RUNS > 100 else (10, 40)
 LENGTH = 23
 
 
-def open_feeds(world_size, state):
+def open_feeds(world_size, state, *, is_stream=False):
     feeds = []
     for rank in range(world_size):
-        sampler = phalanx.DistributedSampler(range(LENGTH), world_size, rank)
-        loader = phalanx.DataLoader(torch.arange(LENGTH), 2, sampler=sampler, num_workers=0)
+        if is_stream:
+            loader = phalanx.DataLoader(phalanx.shard_iterable(Stream(LENGTH + LENGTH % 2), world_size, rank), 2)
+        else:
+            sampler = phalanx.DistributedSampler(range(LENGTH), world_size, rank)
+            loader = phalanx.DataLoader(torch.arange(LENGTH), 2, sampler=sampler, num_workers=0)
         feeds.append(LoaderFeed(loader, 0))
         if state is not None:
             feeds[-1].load_state_dict(state)
@@ -69,18 +72,18 @@ def ranks_of_one_process(monkeypatch):
 
 
 @settings(max_examples=NUM_RUNS, suppress_health_check=CHECKS)
-@given(st.lists(st.tuples(st.integers(1, 2), st.integers(1, 14)), min_size=1, max_size=5))
-def test_a_loader_goes_on_exactly_whatever_the_steps_and_ranks_of_each_run(runs):
+@given(st.lists(st.tuples(st.integers(1, 2), st.integers(1, 14)), min_size=1, max_size=5), st.booleans())
+def test_a_loader_goes_on_exactly_whatever_the_steps_and_ranks_of_each_run(runs, is_stream):
     seen, state, epoch = {}, None, 0
     for world_size, num_steps in runs:
         loader_feed.rank_and_size = lambda world_size=world_size: (0, world_size)
-        feeds = open_feeds(world_size, state)
+        feeds = open_feeds(world_size, state, is_stream=is_stream)
         epoch = train(feeds, epoch, num_steps, seen)
         states = [one.state_dict() for one in feeds]
         assert all(one == states[0] for one in states)
         state = states[0]
     for number in range(epoch):
-        assert set(seen[number]) == set(range(LENGTH)), f"epoch {number}"
+        assert set(seen[number]) == set(range(LENGTH + (LENGTH % 2 if is_stream else 0))), f"epoch {number}"
         assert len(seen[number]) <= LENGTH + 1, f"epoch {number}"  # one of padding, where ranks are two
     assert len(seen.get(epoch, [])) == len(set(seen.get(epoch, [])))
 
