@@ -188,6 +188,28 @@ def test_a_death_at_a_stream_names_no_samples():
         list(phalanx.DataLoader(FatalStream(), 2, num_workers=1))
 
 
+class Uneven(torch.utils.data.IterableDataset):
+    """Worker 0 has one item, worker 1 has ten."""
+
+    def __iter__(self):
+        return iter(range((1, 10)[torch.utils.data.get_worker_info().id]))
+
+
+def test_a_worker_that_has_finished_and_ends_slowly_disturbs_nobody():
+    gate = os.pipe()
+
+    def begin(worker):
+        os.close(gate[1])
+        threading.Thread(target=os.read, args=(gate[0], 1)).start()  # its process ends when the test closes the pipe
+
+    loader = phalanx.DataLoader(Uneven(), batch_size=None, num_workers=2, prefetch_factor=1, worker_init_fn=begin)
+    batches = iter(loader)
+    seen = [next(batches) for _ in range(10)]
+    os.close(gate[1])
+    assert sorted([*seen, *batches]) == [0, *range(10)]
+    os.close(gate[0])
+
+
 def test_a_stream_cannot_be_retried():
     with pytest.raises(ValueError, match="worker_retries=1: the dataset is a stream, here a Stream, and a worker"):
         phalanx.DataLoader(Stream(), num_workers=1, worker_retries=1)

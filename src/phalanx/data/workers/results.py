@@ -154,7 +154,7 @@ class Results:
                     raise queue.Empty
                 continue
             item = found.receive()
-            if item is None and not found.is_running():
+            if item is None and (found.has_hung_up or not found.is_running()):
                 item = self._lose(found)
                 until = time.monotonic() + timeout  # the batch is loaded once more
             if item is not None:

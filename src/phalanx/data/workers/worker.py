@@ -52,6 +52,10 @@ class Worker:
         is_counted: Whether torch takes the samples of a batch one by one.
         lend_line: Function that puts a line where a new process finds it.
         begin_epoch: Function that is called when torch tells a persistent worker that an epoch begins.
+
+    Attributes:
+        is_told_to_end: Whether torch no longer needs the worker.
+        has_hung_up: Whether such a worker has closed its pipe; its process may take longer to end.
     """
 
     daemon = True
@@ -67,7 +71,7 @@ class Worker:
     ) -> None:
         self.number = number
         self.line = Line(is_counted)
-        self.is_told_to_end = False
+        self.is_told_to_end = self.has_hung_up = False
         self._context, self._has_samples = context, has_samples
         self._lend_line, self._begin_epoch = lend_line, begin_epoch
         self._tasks: collections.deque[Task] = collections.deque()
@@ -144,7 +148,8 @@ class Worker:
             return None
         except Exception:  # the pipe ends, or the memory of a batch is gone
             self._process.join(_REAP_S)
-            if self.is_running():
+            self.has_hung_up = self.is_told_to_end
+            if self.is_running() and not self.has_hung_up:
                 raise
             return None
         with self._lock:
