@@ -363,7 +363,7 @@ def test_a_message_that_is_cut_off_is_sent_again():
     options = {"num_workers": 2, "worker_retries": 1, "prefetch_factor": 1, "collate_fn": list}
     batches = iter(phalanx.DataLoader(Texts(), 1, **options))
     seen = [next(batches)[0][:8]]
-    worker = next(worker for worker in gc.get_objects() if type(worker).__name__ == "Worker" and worker.number == 1)
+    worker = batches._batches._workers[1]
     assert worker.line.results.reader.poll(60)  # it has begun to send a message, which is too long for the pipe
     os.kill(worker.pid, signal.SIGKILL)
     wait_for_death(worker.pid)
@@ -394,7 +394,7 @@ def test_a_message_that_is_cut_off_is_not_waited_for_though_a_child_of_the_worke
     options = {"num_workers": 2, "worker_retries": 1, "prefetch_factor": 1, "collate_fn": list, "timeout": 60}
     batches = iter(phalanx.DataLoader(ForksAtOnce(gate), 1, **options))
     seen = [next(batches)[0][:8]]
-    worker = next(worker for worker in gc.get_objects() if type(worker).__name__ == "Worker" and worker.number == 1)
+    worker = batches._batches._workers[1]
     assert worker.line.results.reader.poll(60)
     os.kill(worker.pid, signal.SIGKILL)
     wait_for_death(worker.pid)
