@@ -243,6 +243,32 @@ def test_a_thread_is_told_as_fast(tmp_path):
     assert time.monotonic() - begun_s < 4
 
 
+def results_of(batches):
+    """Return the first item of each batch, or the error in its place."""
+    found = []
+    while True:
+        try:
+            found.append(int(next(batches)[0][0]))
+        except RuntimeError as error:
+            found.append(str(error).partition(" (pid")[0])
+        except StopIteration:
+            return found
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+@pytest.mark.parametrize("reads_elsewhere", [False, True])
+def test_the_error_comes_in_the_turn_of_each_lost_batch(tmp_path, reads_elsewhere, persistent_workers):
+    options = {"num_workers": 2, "persistent_workers": persistent_workers}
+    loader = phalanx.DataLoader(Fatal(tmp_path, {6: 1}), 4, **options)
+    batches = iter(loader)
+    with ThreadPoolExecutor(1) as thread:  # as the thread that pins memory
+        found = thread.submit(results_of, batches).result(30) if reads_elsewhere else results_of(batches)
+    assert found == [0, "DataLoader worker", 8, "DataLoader worker", 16, "DataLoader worker"]
+    del batches
+    assert items(loader) == batches_of(24, 4)
+    gc.collect()
+
+
 class Raising(Fatal):
     def __getitem__(self, index):
         if index == 6:
@@ -402,6 +428,19 @@ def test_a_message_that_is_cut_off_is_not_waited_for_though_a_child_of_the_worke
     assert seen == [f"{index:08}" for index in range(12)]
     os.close(gate[1])
     os.close(gate[0])
+
+
+def test_a_batch_that_was_on_its_way_is_lost_with_its_worker():
+    batches = iter(phalanx.DataLoader(Texts(), 1, num_workers=1, prefetch_factor=2, collate_fn=list))
+    worker = batches._batches._workers[0]
+    assert worker.line.results.reader.poll(60)
+    while worker.line.progress.task < 1:
+        time.sleep(0.01)  # until it has begun the next batch
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"is killed by signal: Killed\. It was worker 0"):
+        next(batches)
+    del batches
+    gc.collect()
 
 
 def test_a_killed_epoch_resumes_in_the_middle(tmp_path):

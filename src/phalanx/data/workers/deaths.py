@@ -34,7 +34,6 @@ class Death:
         num_begun: Number of these samples that it had begun, `ALL_LOADED` after the last; 0 if they are not counted.
         is_begun: Whether it had begun that batch.
         num_deaths: Number of workers that have died at that batch.
-        task: Torch's number of that batch; None if there is none.
         site: User's line at which native code has crashed; empty if unknown.
     """
 
@@ -45,7 +44,6 @@ class Death:
     num_begun: int
     is_begun: bool
     num_deaths: int
-    task: int | None
     site: str
 
     def failure(self, rank: int, num_retries: int) -> str:

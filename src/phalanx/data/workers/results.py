@@ -5,9 +5,11 @@ each worker its `Tasks` and a `Worker`. Whatever torch does with them (order, pr
 memory, timeouts) stays torch's.
 
 **A death** is seen where the rank waits for a batch, at once: the wait ends when a process does. What the dead worker
-has sent in whole is still received. Then either an error says at which batch it died, or, as long as there are retries,
-a new process takes its place: it has the same number and seed, and gets the tasks that were not answered, in the same
-order. torch notices nothing, so each batch comes exactly once. The other workers go on meanwhile.
+has sent in whole is still received. As long as there are retries, a new process takes its place: it has the same number
+and seed, and gets the tasks that were not answered, in the same order. torch notices nothing, so each batch comes
+exactly once. Without retries, an error that says at which batch the worker died is the result of each batch that torch
+asks it for. So torch raises the error in the turn of the first batch that is lost, as it does if the dataset raises
+one, in any thread that reads, and behind the thread that pins memory. The other workers go on meanwhile.
 
 **torch's handler of SIGCHLD** would raise an error in the main thread at whatever line it is, in the middle of a step.
 So it does not watch these workers.
@@ -21,7 +23,6 @@ import multiprocessing
 import os
 import queue
 import select
-import threading
 import time
 from collections.abc import Callable
 from multiprocessing import Pipe
@@ -33,8 +34,8 @@ from torch.utils import data as torch_data
 from phalanx._text import complain
 from phalanx._torch import ExceptionWrapper
 from phalanx._torch.lookup import leave_to_phalanx
-from phalanx.data.workers.line import Flag, Line
-from phalanx.data.workers.worker import Tasks, Worker, place_of
+from phalanx.data.workers.line import NO_TASK, Flag, Line
+from phalanx.data.workers.worker import Tasks, Worker, number_of, place_of
 
 _LOOK_S = 0.5  # between two looks at the workers, for a death that no descriptor shows
 FETCHING = ", in fetch\n"
@@ -86,7 +87,7 @@ class Results:
 
     Attributes:
         workers: All workers, in the order of their numbers.
-        failure: Message of a death that was not made good, after which no epoch can go on; empty if there is none.
+        failure: Message of the last death that was not made good; empty if there is none.
     """
 
     def __init__(self, rank: int, num_retries: int, forget: Callable[[int], None]) -> None:
@@ -94,9 +95,11 @@ class Results:
         self.failure = ""  # not the error, which would refer to its frames, and they to this object
         self._rank, self._num_retries, self._num_left, self._forget = rank, num_retries, num_retries, forget
         self._line: Line | None = None
-        self._owner = os.getpid(), threading.get_ident()
+        self._owner = os.getpid()
+        self._for_dead: collections.deque[Any] = collections.deque()  # results in the place of dead workers
         self._from_rank, self._to_rank = Pipe(duplex=False)  # torch wakes the thread that pins memory
         self._poll = select.poll()
+        self._has_begun = False
         self._watched: dict[int, Worker] = {}
         self._ready: collections.deque[int] = collections.deque()
 
@@ -108,10 +111,10 @@ class Results:
         return self._line
 
     def __setstate__(self, line: Line) -> None:
-        self._line, self._owner = line, (0, 0)
+        self._line, self._owner = line, 0
 
     def put(self, item: Any) -> None:
-        if os.getpid() == self._owner[0]:
+        if os.getpid() == self._owner:
             self._to_rank.send(item)
             return
         assert self._line is not None
@@ -120,11 +123,11 @@ class Results:
         self._line.results.put(item)
 
     def cancel_join_thread(self) -> None:
-        if os.getpid() != self._owner[0] and self._line is not None:
+        if os.getpid() != self._owner and self._line is not None:
             self._line.results.cancel_join_thread()
 
     def close(self) -> None:
-        if os.getpid() != self._owner[0] and self._line is not None:
+        if os.getpid() != self._owner and self._line is not None:
             self._line.results.close()
 
     # ---- in the rank
@@ -137,14 +140,16 @@ class Results:
 
         Raises:
             queue.Empty: Nothing came in time.
-            RuntimeError: A worker has died, and no retry is left.
         """
-        if not self._watched:
+        if not self._has_begun:
+            self._has_begun = True
             self._poll.register(self._from_rank, select.POLLIN)
             for worker in self.workers:
                 self._watch(worker)
         until = time.monotonic() + timeout
         while True:
+            if self._for_dead:
+                return self._for_dead.popleft()
             fd = self._next_ready(until)
             if fd == self._from_rank.fileno():
                 return self._from_rank.recv()
@@ -155,7 +160,7 @@ class Results:
                 continue
             item = found.receive()
             if item is None and (found.has_hung_up or not found.is_running()):
-                item = self._lose(found)
+                self._lose(found)
                 until = time.monotonic() + timeout  # the batch is loaded once more
             if item is not None:
                 return item
@@ -167,15 +172,13 @@ class Results:
         return self._ready.popleft() if self._ready else None
 
     def _find_dead(self) -> Worker | None:
-        if self.failure and threading.get_ident() == self._owner[1]:
-            raise RuntimeError(self.failure)
         return next((worker for worker in self._watched.values() if not worker.is_running()), None)
 
-    def _lose(self, worker: Worker) -> Any:
-        """Replace a dead worker; if no retry is left, raise the error, or return it as what the worker has sent."""
+    def _lose(self, worker: Worker) -> None:
+        """Replace a dead worker or, if no retry is left, give it up."""
         self._unwatch(worker)
         if worker.is_told_to_end:
-            return None
+            return
         death = worker.death()
         self._forget(death.pid)
         if self._num_left > 0:
@@ -183,11 +186,14 @@ class Results:
             complain(death.notice(self._rank, self._num_left))
             worker.replace()
             self._watch(worker)
-            return None
-        self.failure = death.failure(self._rank, self._num_retries)
-        if threading.get_ident() != self._owner[1] and death.task is not None:  # the thread that pins memory
-            return death.task, _Failure(self.failure)
-        raise RuntimeError(self.failure)
+            return
+        self.failure = failure = death.failure(self._rank, self._num_retries)
+
+        def answer(item: Any) -> None:
+            number = number_of(item)
+            self._for_dead.append((item, None) if number == NO_TASK else (number, _Failure(failure)))
+
+        worker.give_up(answer)
 
     def _watch(self, worker: Worker) -> None:
         for fd in worker.fds:

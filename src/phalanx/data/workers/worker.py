@@ -78,6 +78,7 @@ class Worker:
         self._lock = threading.RLock()  # a thread that pins memory receives, while torch's iterator gives
         self._pid_of_rank = os.getpid()
         self._process: Any = None
+        self._answer_for_dead: Callable[[Any], None] | None = None
         self._start: dict[str, Any] = {}
 
     # ---- what torch does with a process
@@ -132,6 +133,9 @@ class Worker:
         with self._lock:
             if item is None:
                 self.is_told_to_end = True
+            elif self._answer_for_dead is not None:
+                self._answer_for_dead(item)
+                return
             else:
                 self._tasks.append(Task(item))
                 if self._tasks[-1].number == NO_TASK:
@@ -174,7 +178,6 @@ class Worker:
             num_begun=progress.num_begun if is_begun else 0,
             is_begun=is_begun,
             num_deaths=task.num_deaths if task is not None else 0,
-            task=task.number if task is not None else None,
             site=progress.crash_site,
         )
 
@@ -190,9 +193,21 @@ class Worker:
             for task in self._tasks:
                 self.line.tasks.put(task.item)
 
+    def give_up(self, answer: Callable[[Any], None]) -> None:
+        """Have a function answer the tasks that the dead process has not answered, and those that torch still gives it.
+
+        Args:
+            answer: Function that is called with the message of each task.
+        """
+        with self._lock:
+            self._answer_for_dead = answer
+            while self._tasks:
+                answer(self._tasks.popleft().item)
+
     def close(self) -> None:
         """Close the line, and forget how to start a process: what that needs refers to this object."""
         self._start, self._lend_line, self._begin_epoch = {}, lambda line: None, lambda: None
+        self._answer_for_dead = None
         self.line.tasks.close()
 
 
