@@ -330,6 +330,16 @@ def test_a_process_that_is_not_forked_reads_and_adds(log, method):
     assert computed(log) == [3, 4]
 
 
+def test_a_dataset_that_has_grown_keeps_its_items(log):
+    images = Images(log, 3)
+    cached = phalanx.share(images, cache="1 MiB")
+    assert cached[0]["name"] == "image 0"
+    cached.length = 500
+    assert [cached[index]["name"] for index in (200, 499, 0)] == ["image 200", "image 499", "image 0"]
+    assert torch.equal(cached[0]["image"], torch.zeros(30, 10))
+    assert computed(log) == [0, 200, 499]
+
+
 def test_threads_share_the_work(log):
     dataset = phalanx.share(Images(log, pause_s=0.002), cache=True)
     threads = [threading.Thread(target=lambda: [*dataset]) for _ in range(4)]

@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import functools
 import gc
+import importlib
 import multiprocessing
 import os
 import re
@@ -25,10 +26,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import phalanx
-from phalanx.data.sharing import packing
+from phalanx.data.sharing import cached_items, packing
+from phalanx.data.sharing.cached_items import Items
 from phalanx.data.sharing.inputs import digest_of_inputs
+from phalanx.data.sharing.kept import KeptData
 from phalanx.data.sharing.marks import marks
 from phalanx.data.sharing.shared_list import SharedList
+from phalanx.host.shared_blocks import path_of, unnamed_file
 from phalanx.testing import run_ranks
 from phalanx.wire.rank_group import RankGroup
 
@@ -497,6 +501,51 @@ EDITED = """
             file.write("VALUE = 'new'")
         os.kill(os.getpid(), 9)
 """
+
+
+@pytest.fixture
+def kept():
+    """The memory of a supervisor."""
+    fd = unnamed_file("phalanx-dataset")
+    with KeptData(path_of(fd)) as opened:
+        yield opened
+    os.close(fd)
+
+
+def test_what_the_same_call_has_built_for_another_script_is_freed(kept):
+    for version in range(3):
+        kept.find_or_build(f"version {version}", 0, lambda: torch.zeros(1 << 20))
+    assert len(kept._entries()) == 1
+
+
+def test_a_cache_that_was_full_is_not_so_after_a_restart(kept):
+    first = Items(kept.find_or_build("key", 0, lambda: [1, 2], "1 MiB")[1])
+    first.get(0, lambda: "one")
+    assert "full" in first._why_full(1, OSError())
+    first._words[cached_items._IS_FULL] = 1
+    again = Items(kept.find_or_build("key", 0, lambda: pytest.fail("built again"), "1 MiB")[1])
+    assert again.get(0, lambda: pytest.fail("computed again")) == "one"
+    again.get(1, lambda: "two")
+    assert again.get(1, lambda: pytest.fail("computed again")) == "two"
+
+
+def test_a_file_that_is_edited_while_the_data_is_built_is_not_taken_for_what_was_imported(kept, tmp_path, monkeypatch):
+    (tmp_path / "edited_meanwhile.py").write_text("VALUE = 1")
+    os.utime(tmp_path / "edited_meanwhile.py", (0, 0))
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("edited_meanwhile")
+    built = []
+
+    def build():
+        built.append(len(built))
+        if len(built) == 1:
+            (tmp_path / "edited_meanwhile.py").write_text("VALUE = 2")
+        return [1]
+
+    for _ in range(2):
+        kept.find_or_build("key", 0, build)
+    assert built == [0, 1]
+    monkeypatch.delitem(sys.modules, "edited_meanwhile")
 
 
 @pytest.mark.usefixtures("warm_jobs")

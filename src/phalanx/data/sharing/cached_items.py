@@ -46,7 +46,8 @@ from phalanx.host.cgroups import known_memory
 from phalanx.host.shared_blocks import require_room, unnamed_file
 from phalanx.wire.waiting import wait_until
 
-_END, _COUNT, _IS_FULL, _IS_TOLD, _INDEX = range(5)  # words: end of the data, number of items, two flags, first item's
+# Words: end of the data, number of items in it, number of items of the dataset, two flags, the first item's word.
+_END, _COUNT, _LENGTH, _IS_FULL, _IS_TOLD, _INDEX = range(6)
 _HELD_AT = 8 * _COUNT  # byte on which whoever maps the memory holds a lock: no process locks the count alone
 _NEVER = 1  # in place of an item's place: it can't be pickled, so it is always computed
 _HEAD = struct.Struct("<QQ")  # before each item: where it is encoded, and its size with this head
@@ -112,7 +113,7 @@ def lay_out(fd: int, offset: int, length: int) -> None:
         OSError: Memory is short.
     """
     os.posix_fallocate(fd, offset, _begin(length))
-    os.pwrite(fd, struct.pack("<Q", _begin(length)), offset + 8 * _END)
+    os.pwrite(fd, struct.pack("<QQQ", _begin(length), 0, length), offset)
 
 
 def _begin(length: int) -> int:
@@ -140,13 +141,19 @@ def new_cache(length: int, size_bytes: int) -> Region:
         os.close(fd)
 
 
-def open_cache(dataset: Any, length: int, address: Address) -> CachedDataset:
+def begin_attempt(region: Region) -> None:
+    """Forget that the cache was full: memory may be free in this attempt."""
+    words = region.memory[: 8 * _INDEX].cast("Q")
+    words[_IS_FULL] = words[_IS_TOLD] = 0
+
+
+def open_cache(dataset: Any, address: Address) -> CachedDataset:
     """Return a dataset with the items that another process of this host keeps.
 
     Raises:
         OSError: As `open_region`.
     """
-    return CachedDataset(dataset, Items(length, open_region(Address(*address), is_private=False)))
+    return CachedDataset(dataset, Items(open_region(Address(*address), is_private=False)))
 
 
 class CachedDataset(Dataset[Any]):
@@ -203,7 +210,7 @@ def _itself(dataset: Any) -> Any:
 def _hand_over(cached: CachedDataset) -> tuple[Any, ...]:
     """Tell another process of this host where the items lie, as for a worker that was not forked."""
     own = vars(cached)
-    return open_cache, (own["_dataset"], own["_items"].length, own["_items"].region.address)
+    return open_cache, (own["_dataset"], own["_items"].region.address)
 
 
 ForkingPickler.register(CachedDataset, _hand_over)
@@ -213,14 +220,18 @@ class Items:
     """The items of a dataset, as far as they were computed.
 
     Args:
-        length: Number of items of the dataset.
         region: Memory for them.
+
+    Attributes:
+        length: Number of items of the dataset when the memory was laid out.
     """
 
-    def __init__(self, length: int, region: Region) -> None:
-        self.length, self.region = length, region
+    def __init__(self, region: Region) -> None:
+        self.region = region
         self._memory = region.memory
-        self._words = self._memory[: 8 * (_INDEX + length)].cast("Q")
+        self.length = self._memory[: 8 * _INDEX].cast("Q")[_LENGTH]
+        self._words = self._memory[: 8 * (_INDEX + self.length)].cast("Q")
+        self._avoids_until_s = 0.0  # a process that writes an item is suspended
 
     def get(self, number: int, compute: Callable[[], Any]) -> Any:
         """Return an item, which is computed if it is not there yet."""
@@ -256,6 +267,8 @@ class Items:
         try:
             data = _encode(item)
             copy = _decode(memoryview(data))
+        except MemoryError:
+            return item
         except Exception as error:  # the item may raise anything
             self._words[at] = _NEVER
             if not self._words[_IS_TOLD]:
@@ -265,7 +278,11 @@ class Items:
                     f"be pickled: {error}. Such items are computed on each access"
                 )
             return item
-        if self._wait_for(fd, _END) and not self._words[at] and not self._words[_IS_FULL]:
+        if time.monotonic() < self._avoids_until_s:
+            return copy
+        if not self._wait_for(fd, _END):
+            self._avoids_until_s = time.monotonic() + _PATIENCE_S
+        elif not self._words[at] and not self._words[_IS_FULL]:
             try:
                 self._words[at] = self._write(fd, data)
             except OSError as error:

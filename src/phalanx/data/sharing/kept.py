@@ -25,13 +25,15 @@ import json
 import os
 import struct
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from phalanx import _env
-from phalanx.data.sharing.cached_items import lay_out, memory_for
+from phalanx.data.sharing.cached_items import begin_attempt, lay_out, memory_for
 from phalanx.data.sharing.packing import Region, lock, write
 from phalanx.failure.last_words import owner_of
+from phalanx.host.processes import process_of
 from phalanx.wire.files import free_pages
 from phalanx.wire.messages import parse_json
 from phalanx.wire.rank_group import RankGroup
@@ -39,6 +41,7 @@ from phalanx.wire.rank_group import RankGroup
 _ENTRY = struct.Struct("<32sQQQQQ")  # digest of the key, number of the call, and the four numbers of its place
 _NUM_ENTRIES = 1000
 _DATA_AT = 1 << 16  # after the directory
+_UNKNOWN = "changed"  # in the place of a digest
 _GRANULARITY = 2 << 20  # places are multiples of the size of a huge page
 
 
@@ -96,7 +99,8 @@ class KeptData:
 
         Args:
             key: Text that tells the object from all others of the job.
-            call: Number of this call in the process; objects of earlier calls that nobody maps are freed.
+            call: Number of this call in the process; objects up to this call that nobody maps are freed. An object of
+                the same call is from an earlier attempt, in which the script or the function was another one.
             build: Function that builds the object. No lock is held meanwhile.
             cache: Size that the memory for its items may have, as for `memory_for`.
 
@@ -113,14 +117,17 @@ class KeptData:
         for found, _, place in self._entries():
             if found == digest:
                 if self._is_current(place):
-                    return self._map(place)
+                    regions = self._map(place)
+                    if place.cache_bytes:
+                        begin_attempt(regions[1])
+                    return regions
                 self._free(place)
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         value = build()
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         entries = self._entries()
         least_freed = _GRANULARITY if len(entries) < _NUM_ENTRIES // 2 else 0
-        is_old = [number < call and place.size_bytes + place.cache_bytes > least_freed for _, number, place in entries]
+        is_old = [number <= call and place.size_bytes + place.cache_bytes > least_freed for _, number, place in entries]
         left = [place for old, (*_, place) in zip(is_old, entries, strict=True) if not (old and self._free(place))]
         taken = {place.entry for place in left}
         entry = next((number for number in range(_NUM_ENTRIES) if number not in taken), None)
@@ -181,9 +188,24 @@ def path_of_kept() -> str:
 
 
 def _sources() -> dict[str, str]:
-    """Return the files of the script and of its modules, each with a digest of its content."""
+    """Return the files of the script and of its modules, each with a digest of its content.
+
+    A file that has changed since this process began may not be what was imported, so its digest is none that is found.
+    """
     files = {str(getattr(module, "__file__", None) or "") for module in [*sys.modules.values()]}
-    return {os.path.abspath(file): _digest_of(file) for file in sorted(files) if file and not owner_of(file)}
+    process = process_of(os.getpid())
+    began_s = time.time() - process.age_s if process is not None else 0.0
+    return {
+        os.path.abspath(file): _digest_of(file) if _changed_s(file) < began_s else _UNKNOWN
+        for file in sorted(files)
+        if file and not owner_of(file)
+    }
+
+
+def _changed_s(file: str) -> float:
+    with contextlib.suppress(OSError):
+        return os.stat(file).st_mtime
+    return 0.0
 
 
 def _digest_of(file: str) -> str:

@@ -173,6 +173,8 @@ def _build(
         return [], f"can't share the data: {error}", error
     except OSError as error:
         advice = "share less, or read it from disk with numpy.memmap, which is one copy, too"
+        if cache is True:
+            advice = 'pass a smaller cache, such as cache="1 GiB"'
         return [], f"has no memory for the data: {error.strerror or error}; {advice}", error
 
 
@@ -184,7 +186,7 @@ def _open(addresses: list[Address]) -> tuple[Any, str]:
         return None, f"can't map the shared data: {error.strerror or error}"
     try:
         value = unpack(mapping)
-        return open_cache(value, len(value), addresses[1]) if addresses[1:] else value, ""
+        return open_cache(value, addresses[1]) if addresses[1:] else value, ""
     except Exception as error:  # the data's own code may raise anything
         return None, f"can't make the data from its pickle: {type(error).__name__}: {error}"
 
