@@ -236,7 +236,8 @@ class _Batches:
     def of_iterator(cls, loader: DataLoader, batches: Any) -> _Batches:
         """Return the object that counts torch's iterator: of persistent workers, the same one in each epoch."""
         counted = getattr(batches, "counted", None)
-        return (counted and counted()) or cls(loader, batches)
+        known = counted() if counted is not None else None
+        return known if known is not None else cls(loader, batches)
 
     def __iter__(self) -> _Batches:
         return self
