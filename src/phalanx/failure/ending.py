@@ -4,11 +4,11 @@ Every launcher describes the end of a rank with an `Ending`. The report, the not
 and the messages between nodes all contain endings, so a death has the same facts and the same words everywhere. Other
 processes get the copy that `Ending.for_others` makes, with a short traceback.
 
-`find_culprit` picks the ending that caused the other endings. The first rank that is seen to fail is often only a
-victim: when a rank dies, its sockets close at once, and a peer that fails because of that may be seen to end first. So
-victims come last, signals before exit codes, and then earlier ends before later ends: one order for ``phalanx run``,
-`phalanx.spawn` and `run_ranks`. If only victims have failed, the launcher waits up to 3 s for the other ranks to end or
-to report a cause before it ends them.
+`find_culprit` picks the ending that caused the other endings. The rank that seems to fail first is often only a victim:
+when a rank dies, its sockets close at once, and a peer may fail because of that and be reported first. So
+`find_culprit` takes victims last, prefers signals to exit codes, and then earlier ends to later ones. ``phalanx run``,
+`phalanx.spawn` and `run_ranks` all use this order. If only victims have failed, the launcher waits up to 3 s for the
+other ranks to end or to report a cause before it ends them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Ending:
         hung: Whether the rank was killed because it had not ended by the time limit.
         ended_by_us: Whether the launcher made the rank end, so that the rank is not the cause.
         killed_by_another: Whether a SIGKILL from elsewhere ended the rank after the launcher had asked it to end.
-        preempted: Whether the rank has ended as it was asked to, so that it can resume.
+        preempted: Whether the rank ended because it was asked to, in such a way that it can resume.
         ended_for_restart: Whether the rank ended for a planned restart, perhaps before its own launcher knew of the
             restart.
         skipped: Whether the rank skipped the test or expected its failure, so that the rank is not the cause.

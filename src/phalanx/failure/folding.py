@@ -63,7 +63,7 @@ def _without_others(lines: Sequence[str]) -> tuple[list[str], str]:
         if found := _FRAME.match(line):
             depth, owner = len(found[1]), owner_of(found[2])
             is_own = not owner or (is_command and found[2] == _COMMAND)
-            has_carets = found[4] is None  # no "in NAME": it is a SyntaxError, whose carets mark the place
+            has_carets = found[4] is None  # no "in NAME": this is a SyntaxError, whose carets mark the place
             where = f'{found[1]}File "{short_path(found[2])}", line {found[3]}{found[4] or ""}'
             if is_own:
                 num_own += 1

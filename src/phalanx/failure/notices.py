@@ -1,4 +1,4 @@
-"""Prints what a rank has to say while it waits, in lines that fit the terminal, even that of its launcher."""
+"""Prints the messages of a waiting rank, in lines that fit the terminal, even if only its launcher has one."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class HeldTracebacks:
     def feed(self, data: bytes) -> None:
         if self._held:
             self._held += data
-            if len(self._held) > _MAX_HELD_BYTES or b"\r" in data.replace(b"\r\n", b""):  # a progress bar is moving
+            if len(self._held) > _MAX_HELD_BYTES or b"\r" in data.replace(b"\r\n", b""):  # too long, or a progress bar
                 self.release()
             return
         data, self._pending = self._pending + data, b""
@@ -189,7 +189,7 @@ class HeldTracebacks:
         self._pass(data)
 
     def _beginning_in(self, data: bytes) -> int:
-        """Return the position at which a traceback begins, plus one; 0 if none does."""
+        """Return the position at which a traceback begins, counted from 1; 0 if none begins."""
         for found in (_BEGINNING_OR_IGNORED if self.hides_interrupts else _BEGINNING).finditer(data):
             if found.start() or self._at_line_start:
                 return found.start() + 1

@@ -16,7 +16,7 @@ from phalanx.failure.explain.entries import entries
 _PLACE = re.compile(r"<[^<>\n]+>")
 _WORD = re.compile(r"[^\W\d_](?:[^\W\d]|['./-](?=\w))+")
 _LEAST_SHARE = 0.55
-"""For a sure match, the common features must have this share of the message's weight, or of the text's weight."""
+"""Least share of the message's weight, or of the text's weight, that their common features have in a sure match."""
 _NEAR_SHARE = 0.2
 _GENERAL = frozenset({"rank-exited", "rank-failed", "rank-error", "error"})
 """Entries that say only that something has gone wrong; an entry that says what went wrong takes precedence."""
@@ -82,7 +82,7 @@ def _patterns() -> tuple[list[tuple[str, frozenset[object]]], dict[object, float
 
 
 def _of_message(message: str) -> frozenset[object]:
-    """Return the features of a message: its words, and pairs of neighbouring words with no varying part in between."""
+    """Return the features of a message: its words, and pairs of neighboring words with no varying part in between."""
     return frozenset().union(*(_features(part) for part in _PLACE.split(message)))
 
 
