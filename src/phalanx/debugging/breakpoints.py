@@ -1,9 +1,9 @@
 """`phalanx.breakpoint`: every rank stops at a line of the script, and one rank opens the debugger.
 
-Ranks meet in the default group's store, under a key that contains the line and how often it was reached. So if a
-condition keeps a rank from one line, the ranks still meet at the next line. One rank enters pdb, and the other ranks
-wait, with any backend, until that rank releases them through the store. It does so when the user leaves its prompt for
-the first time, because the other ranks must take part if the user then steps over a collective.
+Ranks meet in the default group's store, under a key that contains the line and the number of times that it was reached.
+So if a condition makes some rank skip a line, the ranks still meet at the next line. One rank enters pdb, and the other
+ranks wait, with any backend, until that rank releases them through the store. The rank releases them when the user
+first leaves the prompt: if the user then steps over a collective, the other ranks must take part in it.
 
 In a thread other than the main one, ``quit`` ends the process, because ``SystemExit`` would end only the thread. A rank
 counts as being in the debugger until the last of its threads has left the debugger. A forked worker of a data loader
@@ -36,7 +36,7 @@ from phalanx.rendezvous.launched import Launch, start_time
 
 # intervals at which a waiting rank checks for its release, and for the end of the rank that must release it
 _LOOK_S, _CHECK_S = 0.1, 0.5
-_TELL_S = 5.0  # time after which a waiting rank prints for which rank it waits
+_TELL_S = 5.0  # time after which a waiting rank prints which rank has the debugger
 _QUIT, _GOES_ON = "quit", "goes on"
 
 _num_stops: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = weakref.WeakKeyDictionary()  # by group and line
@@ -143,7 +143,7 @@ class _Meeting:
 
         self._line = line_of(frame)
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        # Counted by line: if a condition keeps some ranks from one line, the counts of the other lines still agree.
+        # Counted by line: if a condition makes some ranks skip one line, the counts of the other lines still agree.
         num_stops = _num_stops.setdefault(dist.group.WORLD, collections.Counter())
         num_stops[place] += 1
         self._key = f"phalanx/breakpoint/{place}/{num_stops[place]}"

@@ -1,11 +1,11 @@
 """pdb in one rank. Time at the prompt does not count towards the timeouts of ranks that wait for this rank.
 
-A rank at a prompt locks a byte of the job's shared memory. For the lock, it opens the memory again, because an OFD lock
-belongs to an open file, and all ranks share the open file that was handed to them. A rank that waits in any group of
-this memory checks every 50 ms whether any byte is locked, and extends its deadline by the time during which a byte is
-locked. This also works between groups that have no rank in common. The kernel releases the lock when the process ends,
-whereas a flag in memory would remain set. Waits inside Gloo, and ranks on other hosts, still time out. A forked worker
-of a data loader locks its rank's byte through another open file.
+A rank at a prompt locks a byte of the job's shared memory. For the lock, the rank opens the memory again: an OFD lock
+belongs to an open file, and all ranks share the one that they received. A rank that waits in any group of this memory
+checks every 50 ms whether any byte is locked, and extends its deadline by the time during which a byte is locked. This
+also works between groups that have no rank in common. The kernel releases the lock when the process ends, whereas a
+flag in memory would remain set. Waits inside Gloo, and ranks on other hosts, still time out. A forked worker of a data
+loader locks its rank's byte through another open file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def line_of(frame: FrameType) -> str:
 
 @contextlib.contextmanager
 def held(where: str) -> Iterator[None]:
-    """Within the block, ranks that wait for this rank see that it is in a debugger at `where`. Thread-safe."""
+    """Within the block, ranks that wait for this rank see that this rank is in a debugger at `where`. Thread-safe."""
     core: Any = None
     with contextlib.suppress(ImportError):  # raised outside Linux, where there are no phalanx groups
         from phalanx import _core as core

@@ -3,8 +3,8 @@
 Under ``phalanx run``, a rank asks the supervisor for the terminal, over a socket in a folder that only this user can
 enter. The user's input then goes to that rank instead of the first rank, even if the rank's streams are not shown.
 Several debuggers take turns: when a debugger lets its program run, even for one line, it notifies the supervisor, which
-lends the terminal to the next debugger. Under other launchers, a rank uses its own stdin, if that is a terminal and the
-kernel would not suspend the process for reading from it; debuggers then take turns by locking the terminal.
+lends the terminal to the next debugger. Under other launchers, a rank uses its own stdin, if that is a terminal and if
+the kernel would not suspend the process for reading from it. Debuggers then take turns by locking the terminal.
 """
 
 from __future__ import annotations
