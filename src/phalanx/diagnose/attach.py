@@ -165,7 +165,7 @@ def _talk(connection: socket.socket) -> None:
     poll.register(connection, select.POLLIN)
     if sys.stdin is not None:
         poll.register(0, select.POLLIN)
-    else:  # stdin is closed, which counts as Ctrl-D; another file may have got descriptor 0
+    else:  # stdin is closed, which counts as Ctrl-D; descriptor 0 may now be another file
         connection.shutdown(socket.SHUT_WR)
     while True:
         for fd, _ in poll.poll():

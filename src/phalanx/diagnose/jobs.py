@@ -1,8 +1,8 @@
 """Finds the processes of this host that are ranks of a job, whoever started them.
 
-Three sources are used, in this order: the notes of a launcher of ours, which knows its ranks' processes; the black
-boxes that processes hold; and the environment that torchrun, mpirun, Slurm or a person gave the ranks. A launcher is
-recognized by its program, so ``vim torchrun`` is not one. A torchrun without ranks counts as a job that is starting.
+Three sources are used, in this order: the notes of phalanx's own launchers, which know their ranks' processes; the
+black boxes that processes hold; and the environment that torchrun, mpirun, Slurm or a person gave the ranks. A launcher
+is recognized by its program, so ``vim torchrun`` is not one. A torchrun without ranks counts as a job that is starting.
 Users can also ask about a process that is not a rank: it counts as a job with a single rank, number -1.
 
 The host sees the processes of a container's job under other numbers than the container does. So the numbers in the
@@ -236,7 +236,7 @@ def _job_of(pid: int, wanted: str, jobs: Sequence[Job]) -> Matches:
     for job in jobs:
         if pid in job.pids:
             return Matches((job,))
-    for job in jobs:  # descendants of a one-rank job do not count: it may be a notebook, which may start anything
+    for job in jobs:  # not of a one-rank job, which may be a notebook that has started anything
         if job.world_size != 1 and any(pid == helper.pid for rank in job.ranks for helper in rank.helpers):
             return Matches((job,))
     process = process_of(pid)
@@ -398,7 +398,7 @@ def _placed(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job
             ranks = found.setdefault(_meeting(environ) or (place.world_size, place.scheduler), {})
             if not _is_below(
                 pid, {of for of, _ in ranks.values()}, processes
-            ):  # a rank's child, by contrast, has only inherited the environment
+            ):  # a process below a rank is no rank: it has only inherited the environment
                 ranks[place.rank] = pid, place
     for ranks in found.values():
         parent = processes[next(iter(ranks.values()))[0]].parent

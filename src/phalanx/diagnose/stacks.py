@@ -4,10 +4,11 @@ The process is not halted and need not cooperate: py-spy reads its memory withou
 20 ms, works on stopped processes and interrupts no system call of the job. If a stack changed while it was read, it is
 read again.
 
-Native frames need ptrace, a halt of milliseconds, and the symbols of large libraries. So they are read only for
-culprits (ranks that the others wait for) that sleep in native code with the GIL, and only if every thread of the
-process is in a system call that the kernel restarts after a halt. Other system calls (recv with a time limit, accept,
-epoll_wait, semop) would fail with EINTR; for such culprits, a line tells the user which command reads native frames.
+Native frames need ptrace, a halt of milliseconds, and the symbols of large libraries. So native frames are read only
+for a culprit (a rank that the others wait for) that sleeps in native code with the GIL. In addition, every thread of
+the process must be in a system call that the kernel restarts after a halt. Other system calls (recv with a time limit,
+accept, epoll_wait, semop) would fail with EINTR. For a culprit in such a call, a line tells the user which command
+reads native frames.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from phalanx.host.kernel import number_inside, ptrace_scope, status_of
 from phalanx.host.processes import process_of, working_folder
 
 _LIBRARY = re.compile(r".*/(?:(?:site|dist)-packages|python3\.\d+|src(?=/phalanx/))/")
-# seconds before each try: a stack may be torn, or the host out of something for a moment
+# seconds before each try: a stack may have changed while it was read, or the host may lack a resource for a moment
 _PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2)
 _AT_ONCE = 16
 
@@ -120,7 +121,7 @@ def read_stacks(pids: Sequence[int], timeout_s: float = 1.0, *, native: bool = F
 
 
 def _read(pid: int, deadline: float, native: bool) -> Stacks:
-    """Return the stacks of one process; a torn stack is read again."""
+    """Return the stacks of one process; a stack that changed while it was read is read again."""
     program = find_py_spy()
     if problem := _obstacle(pid) or ("" if program else _NO_PY_SPY):
         return Stacks(problem=problem)

@@ -71,7 +71,7 @@ def subject_of(wanted: str) -> Job | Run:
 
 
 def _say_missing(wanted: str, no_job: str) -> str:
-    """Return the message if neither a job nor a run fits; for a folder, it lacks `no_job`, which lists other jobs."""
+    """Return the message that nothing fits; it has `no_job`, which lists other jobs, unless `wanted` is a folder."""
     if os.sep in wanted and not wanted.endswith(".py"):
         return f"there is no run in {wanted!r}" + ", and no such folder" * (not os.path.isdir(wanted))
     if wanted.isdecimal():
@@ -131,7 +131,7 @@ def _own_run(wanted: str, jobs: Sequence[Job]) -> Path | None:
 
 
 def _passed_over(own: Path, wanted: str, jobs: Sequence[Job]) -> str:
-    """Return a line that says why the run `own` was taken, and which jobs of other folders were not."""
+    """Return a line that says why the ended run `own` is examined, and which running jobs were passed over for it."""
     elsewhere = f"{counted(len(jobs), 'job')} of other folders: phalanx top shows them"
     if len(jobs) == 1 and jobs[0].pids:
         elsewhere = f"{jobs[0].name} (pid {jobs[0].pid}) runs in {jobs[0].cwd}"
@@ -147,7 +147,7 @@ def told_newest(wanted: str) -> str:
 
 
 def _trainers_in(folder: Path) -> list[Path]:
-    """Return the Trainers' folders in a folder that is neither one itself nor a run's, the last written last."""
+    """Return the Trainers' folders in a folder, the last written last; none if it is itself a Trainer's or a run's."""
     if is_run(folder) or (folder / _METRICS).exists():
         return []
     return [path.parent for path in sorted(folder.glob(f"*/{_METRICS}"), key=lambda path: path.stat().st_mtime)]

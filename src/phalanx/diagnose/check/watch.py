@@ -70,7 +70,7 @@ class Watch:
     def run(self, deadline: float) -> tuple[Record, Stop]:
         """Watch until the trial stops, at `deadline` at the latest; return the ranks' calls and the reason."""
         found = wait_until(lambda: self._look(deadline), math.inf, least_s=_LOOK_S, most_s=_LOOK_S)
-        assert found is not None  # the last look is at the deadline
+        assert found is not None  # `_look` returns a result at the deadline
         return found
 
     def _look(self, deadline: float) -> tuple[Record, Stop] | None:
@@ -103,7 +103,7 @@ class Watch:
     def _boxes(self) -> list[Box]:
         """Return the boxes of the running job, whose launcher holds them."""
         with contextlib.suppress(OSError, ValueError):  # the job has ended, or a box is just being created
-            launchers = self._job.pid, *awaited_by(self._job.pid)  # after a warm start, an awaited process holds them
+            launchers = self._job.pid, *awaited_by(self._job.pid)  # a warm client awaits the real launcher
             return next(filter(None, (list(boxes_held_by(pid)) for pid in launchers)), [])
         return []
 

@@ -2,9 +2,9 @@
 
 Launchers that exchange heartbeats have measured the offsets of their clocks. Otherwise, or if a launcher's record is
 lost, clocks are related by the time of day, which is as accurate as the hosts keep it. Collectives bound the error of
-this relation: when a rank leaves collective number n + 2, all ranks have reached collective n. (Leaving number n itself
-proves less: each host records a collective of several hosts as one or two collectives of its own ranks, and the hosts
-exchange data before, between or after these.)
+this relation: when a rank leaves collective number n + 2, all ranks have reached collective n. (When a rank leaves
+number n itself, this proves less. A collective of several hosts is recorded by each host as one or two collectives of
+its own ranks, and the hosts exchange data before, between or after these.)
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """All ranks of a job on one clock, in the trace event format that ui.perfetto.dev and chrome://tracing open.
 
 A rank is a process of the trace; its threads are threads. Collectives, messages, steps and phases are slices, notes are
-instants. A flow (an arrow) leads from the rank that reached a collective last to each rank that waited for it. For a
+instants. A flow (an arrow) leads from the rank that reached a collective last to each rank that waited for it. In a
 collective of several hosts, each host records steps of its own, in which no other host takes part. So an arrow joins
-two hosts only between steps that overlap and belong to the same call, and only if the rank at its start arrived after
-all ranks of the other host, by more than the error of the clocks.
+two hosts only if their steps overlap and belong to the same call. In addition, the rank at the arrow's start must have
+arrived after all ranks of the other host, by more than the error of the clocks.
 
 The documented JSON is written rather than Perfetto's protobuf: browsers read it, tests check it, and 24,000 slices are
 half a megabyte when compressed. A trace of a running job begins with the events that its boxes still hold; if the job
@@ -188,7 +188,7 @@ def _flows(ranks: Sequence[_Rank], begin_ns: int, end_ns: int) -> Iterator[tuple
 
 
 def _last_of(lasts: Mapping[str, _Call], rank: _Rank) -> _Call:
-    """Return the last arrival on any host; other hosts count only if later by more than the clocks' error."""
+    """Return the last arrival; one on another host counts only if it is later by more than the clocks' error."""
     here = lasts[rank.box.host]
     later = (call for call in lasts.values() if call.begun_ns - call.rank.within_ns - rank.within_ns > here.begun_ns)
     return max(later, key=lambda call: call.begun_ns, default=here)
@@ -203,7 +203,7 @@ def _micros(time_ns: int) -> float:
 
 
 def merged(parts: Iterable[Sequence[Box]]) -> list[Box]:
-    """Return one box of each rank, merged from several looks; the latest look at each event counts."""
+    """Return one box of each rank, merged from several reads; the latest read of each event counts."""
     newest: dict[int, Box] = {}
     events: dict[int, dict[int, Event]] = defaultdict(dict)
     for boxes in parts:

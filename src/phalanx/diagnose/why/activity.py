@@ -5,14 +5,14 @@
   run. The time found is then a lower bound ("for at least"), unless the rank's last operation ended just before the
   sleep began. If a thread polls or computes, this time is nearly zero, and the end of the last operation in the rank's
   black box says more. The scheduler has a clock for each CPU, which stops while a hypervisor takes that CPU away. So
-  the clocks of two CPUs can be seconds apart, and the asking thread moves for a moment to the CPU on which the examined
-  thread last ran, to read that CPU's clock.
+  the clocks of two CPUs can be seconds apart. To read the right clock, the asking thread moves for a moment to the CPU
+  on which the examined thread last ran.
 - **Which thread** of a rank trains is known from its black box, or from the stacks if the main thread only waits for
   another thread's end.
 - **A thread that sleeps with the GIL** is recognized by py-spy's flag and the thread's state. Locks, ``input()`` and
   ``Work.wait()`` leave no Python frame; they are recognized by the source line and the system call.
 - **An operation that a rank "had not begun"** may have been called all the same: an asynchronous operation is recorded
-  only when the thread that runs it begins it.
+  only when its worker thread begins it.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Look:
 
 
 HAS_ENDED = frozenset({"returned", "exited", "raised", "killed", "interrupted", "silent"})
-"""Values of `Activity.how` for a rank that has ended, if more than that is known."""
+"""Values of `Activity.how` for a rank that is known to have ended in a particular way."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,8 +206,8 @@ def activity_of(rank: int, look: Look, helpers: Sequence[Look] = ()) -> Activity
 def _may_be_longer(still_s: float | None, last: Call | None) -> bool:
     """Whether a thread may have waited here for longer than its present sleep.
 
-    A signal or a halt begins a new sleep, so the sleep is only a lower bound, unless the thread's last operation ended
-    just before it.
+    A signal or a halt begins a new sleep. So the present sleep is only a lower bound, unless the thread's last
+    operation ended just before that sleep began.
     """
     if still_s is None:
         return False
@@ -280,7 +280,7 @@ def _awaits(look: Look) -> bool:
     library, rest = _split(look.stacks.threads[0])
     if any(frame.owner == "phalanx" or _DISTRIBUTED.search(frame.file) for frame in library):
         return True
-    if any(frame.name == _BACKWARD for frame in library):  # it computes gradients or waits for averages
+    if any(frame.name == _BACKWARD for frame in library):  # computing gradients, or waiting for averages
         return look.stand.state in _SLEEPING
     return bool(rest) and not library and ".wait(" in _source(rest[0], look.pid)
 
@@ -428,7 +428,7 @@ def _locked(doing: Activity, look: Look) -> Activity:
     """Return the activity of a thread that waits for a lock, with another thread that waits in the user's code."""
     for thread in look.stacks.threads[1:]:
         if thread.own_frames and thread.frames[0] == thread.own_frames[0] and not thread.is_active:
-            if stand_of(look.pid, thread.number).call != "futex":  # it waits for no lock, and may even hold this one
+            if stand_of(look.pid, thread.number).call != "futex":  # that thread waits for no lock; it may hold this one
                 continue
             frame = thread.own_frames[0]
             return dataclasses.replace(doing, how="lock", other=frame, other_pid=thread.number, detail=thread.name)

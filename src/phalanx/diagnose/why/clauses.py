@@ -36,7 +36,7 @@ _SYSTEM_CALLS = {
 }
 _PERFECT = re.compile("^has been ")
 NAMES = {"backward": "the backward pass", "wait": "the operation awaited"}
-"""Words for values of `Call.op` that are no names of operations."""
+"""Words for values of `Call.op` that are not names of operations."""
 
 
 def ranks(numbers: Sequence[int]) -> str:
@@ -83,7 +83,7 @@ def clause(doing: Activity, *, is_culprit: bool = False) -> str:
 
 
 def _after(doing: Activity) -> str:
-    """Return the time since a rank's last operation or step, if the rank computes or its sleep may be longer."""
+    """Return the time since a rank's last operation or step, if the rank runs, or if its sleep is a lower bound."""
     after_s = doing.last.since_s if doing.last is not None else None
     what = "recorded operation"
     if after_s is not None and doing.stepped_s is not None and doing.stepped_s < after_s:  # as in solo training

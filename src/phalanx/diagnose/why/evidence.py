@@ -164,7 +164,7 @@ def _look(pid: int, process: Process | None, stacks: dict[int, Stacks]) -> Look:
     box, problem = _box(pid)
     return Look(
         pid=pid,
-        process=process_of(pid),  # read again, because it may have ended while the stacks were read
+        process=process_of(pid),  # again, because the process may have ended while the stacks were read
         stacks=stacks[pid],
         stand=stand_of(pid),
         box=box,

@@ -135,7 +135,7 @@ def _awaited(doing: Activity, activities: Sequence[Activity]) -> set[int]:
     others = [one for one in activities if one.rank != doing.rank]
     if call.is_message and call.group in ("", WORLD) and call.peer is not None:
         return {one.rank for one in others if one.rank == call.peer}
-    if call.is_message:  # any member may be the peer, because a smaller group numbers its ranks anew
+    if call.is_message:  # any member may be the peer, because a smaller group has numbers of its own
         return {
             one.rank for one in others if one.call is None and (not one.progress or call.group in ("", *one.progress))
         }

@@ -121,7 +121,7 @@ def _saved(folder: Path) -> dict[int, _Saved]:
         if number.isdecimal() and len(number) <= _MOST_DIGITS:
             found[int(number)] = _Saved(None, problem=problem)
     for box in loaded.boxes:
-        with contextlib.suppress(OSError):  # it has just been deleted
+        with contextlib.suppress(OSError):  # the file has just been deleted
             found[box.rank] = _Saved(box, loaded.paths[box.rank].stat().st_mtime_ns)
     return found
 
@@ -143,13 +143,13 @@ def _with_waits(seen: Sequence[RankSeen]) -> tuple[RankSeen, ...]:
 
 
 def _rank(rank: int, logs: Path, saved: _Saved | None, end: Ending | None) -> RankSeen:
-    """Return what a rank was doing when it ended; without an `end`, nobody saw how it ended."""
+    """Return what a rank was doing when it ended; `end` is None if nobody recorded how the rank ended."""
     box, problem = (saved.box, saved.problem) if saved else (None, "")
     seen_ns = 0
     if saved and box:
         seen_ns = int(end.when_s * 1e9) if end else saved.written_ns - box.realtime_less_monotonic_ns
     words, how = _words(logs, box)
-    if end is not None and end.signal and not end.ended_by_us:  # somebody else killed it
+    if end is not None and end.signal and not end.ended_by_us:  # somebody else killed the rank
         how = signal_name(end.signal)
     look = Look(box.pid if box else 0, None, Stacks(problem=problem), box=box, box_problem=problem, seen_ns=seen_ns)
     how_found = "silent" if box else "unreadable" if problem else "unrecorded"
@@ -157,7 +157,7 @@ def _rank(rank: int, logs: Path, saved: _Saved | None, end: Ending | None) -> Ra
     if words.kind and _has_waited(words):  # an exception ended its wait for others
         wait = doing.call or _cut_short(words, box) or _last_wait(box) or _call(words)
         doing = dataclasses.replace(doing, call=wait, gave_up=words.name)
-    elif words.name == _INTERRUPT and (end is None or end.ended_by_us):  # Ctrl-C: show what it was doing
+    elif words.name == _INTERRUPT and (end is None or end.ended_by_us):  # Ctrl-C: show what the rank was doing
         call = doing.call or _cut_short(words, box)
         doing = dataclasses.replace(doing, how="interrupted", call=call, frame=_frame(words.site))
     elif words.kind:
@@ -209,7 +209,7 @@ def _last_wait(box: Box | None) -> Call | None:
 def _cut_short(words: LastWords, box: Box | None) -> Call | None:
     """Return the operation of torch.distributed that an exception ended, by its traceback; None if there is none.
 
-    The box does not show it as unfinished, and a call that makes a group not at all.
+    The black box shows such an operation as finished, and does not show a call that makes a group.
     """
     op = ""
     for path, function in (found.groups() for line in words.lines if (found := _FRAME.match(line))):

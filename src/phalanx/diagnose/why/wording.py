@@ -70,7 +70,7 @@ def _missing(finding: Finding, call: Call, activities: Sequence[Activity]) -> st
         done = "left"
     elif call.op in NAMES:
         done = "reached"
-    else:  # not "called": a rank that has ended may have called it before its worker thread began it
+    else:  # not "called": a rank that has ended may have called the operation before its worker thread began it
         done = "begun" if finding.is_over else "called"
     return f"{done} {call_text(call)}"
 
@@ -201,7 +201,7 @@ def _apart(finding: Finding, culprits: list[Activity], activities: list[Activity
     same = len({(doing.how, doing.frame) for doing in activities}) == 1
     each = [f"{'each' if same else f'rank {doing.rank}'} {clause(doing)}" for doing in activities]
     known = f"no rank {_waits(finding)} for another"
-    if any(doing.how == "silent" for doing in activities):  # messages on other backends are not recorded
+    if any(doing.how == "silent" for doing in activities):  # other backends do not record messages
         known = "no wait for another rank is on record"
     return "; ".join([known, *each[: 1 if same else 3]])
 
@@ -256,7 +256,7 @@ def thread_lines(
             yield f"  thread {thread.name or thread.number}"
         own = next((number for number, frame in enumerate(thread.frames) if not frame.owner), 0)
         inner = next((number for number, frame in enumerate(thread.frames) if frame.owner not in without), 0)
-        last = [own] if own >= inner + most_frames else []  # the user's frame, if many frames of libraries are above it
+        last = [own] if own >= inner + most_frames else []  # the user's frame, if too many library frames hide it
         shown = [*range(inner, min(inner + most_frames - len(last), len(thread.frames))), *last]
         lines = columns([(shortened(thread.frames[number].function), thread.frames[number].site) for number in shown])
         num_passed = 0
