@@ -139,7 +139,7 @@ def check_fit(
         ("validation_data", validation_data, has_epochs, "a dataset, the loader itself"),
         ("batch_sampler", batch_sampler, True, "a BatchSampler"),
     ):
-        if isinstance(given, Iterator) and is_again and not hasattr(given, "reset"):  # reset() begins anew
+        if isinstance(given, Iterator) and is_again and not hasattr(given, "reset"):  # reset() starts it over
             raise ValueError(
                 f"Trainer: {name} is needed in each epoch, and an iterator ({type(given).__name__}) is used up after "
                 f"one: pass {instead}, or a list of batches, such as [*batches]"

@@ -13,7 +13,7 @@ from phalanx._text import listed
 HOOKS = ("on_fit_start", "on_step", "on_epoch", "on_evaluation", "on_save", "on_fit_end")
 """Methods of a callback that the trainer calls, with the trainer as the argument."""
 
-_OTHER_NAMES = {  # names in other trainers, and ours
+_OTHER_NAMES = {  # names in other trainers, with our names
     "on_train_start": "on_fit_start", "on_train_begin": "on_fit_start",
     "on_step_end": "on_step", "on_batch_end": "on_step", "on_train_batch_end": "on_step",
     "on_optimizer_step": "on_step", "on_epoch_end": "on_epoch", "on_train_epoch_end": "on_epoch",

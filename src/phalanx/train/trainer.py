@@ -229,7 +229,7 @@ class Trainer:
 
         def __getattr__(self, name: str) -> Any:
             """Refuse an attribute that only other trainers have, and name the right one."""
-            is_own = hasattr(type(self), name)  # it is a property of this class, which has raised AttributeError
+            is_own = hasattr(type(self), name)  # a property of this class has raised AttributeError
             if self._is_made and not is_own and (meant := attribute_meant(self, name)):
                 raise AttributeError(f"Trainer: there is no attribute {name}; right: {meant}")
             return super().__getattribute__(name)
@@ -248,7 +248,7 @@ class Trainer:
 
         `Settings.resume` applies to runs that other Trainers left in the folder. A second `fit` of this Trainer
         continues its own run: it trains if `max_epochs` or `max_steps` was raised, or after a `stop`, and says so if
-        nothing is left. To start over, also in a notebook, make the model, the optimizer and the Trainer anew.
+        nothing is left. To start over, also in a notebook, create the model, the optimizer and the Trainer again.
 
         Args:
             data: Map-style dataset, which the ranks divide; or a loader of this rank's own batches, each of which is
@@ -296,7 +296,7 @@ class Trainer:
         """
         if self._attempt is None or not self._attempt.is_training:
             raise RuntimeError("Trainer.stop: fit() is not running; call it in a callback or in the training step")
-        self._attempt.consensus.wants_stop = not rank_trial.is_on()  # ignored in a trial, which ends when measured
+        self._attempt.consensus.wants_stop = not rank_trial.is_on()  # ignored in a trial, which ends by itself
 
     @property
     def _in_group(self) -> _Attempt:
@@ -345,7 +345,7 @@ class Trainer:
         """Return the model's outputs for all samples of a map-style dataset, in order, on the CPU of every rank.
 
         Args:
-            data: Dataset whose samples are inputs of the model, tuples that begin with the input, or dictionaries,
+            data: Dataset; each sample is an input of the model, a tuple that begins with the input, or a dictionary,
                 whose targets are ignored.
         """
         self._say_if_untrained("predict")
@@ -523,7 +523,7 @@ class _Attempt:
         numbered = ((f"{i} {type(c).__qualname__}", c) for i, c in enumerate(trainer.callbacks))
         stateful = {name: callback for name, callback in numbered if hasattr(callback, "load_state_dict")}
         state = {
-            "trainer": Progress(trainer, self._identity, stateful),  # first: it may refuse the checkpoint
+            "trainer": Progress(trainer, self._identity, stateful),  # the first entry, which may refuse the checkpoint
             "model": trainer.module, "optimizer": trainer.optimizer, "scaler": self.stepper.scaler,
             "random": RandomState(), "callbacks": stateful, "data": self._feed, "judge": trainer._best_metric,
         }  # fmt: skip
@@ -538,7 +538,7 @@ class _Attempt:
         self._feed.begin_epoch(trainer.epoch)
         has_ended, is_empty = True, self._feed.is_at_start
         self.run_log.begin_epoch(trainer.step + 1, is_whole=is_empty)
-        is_at_last = trainer.step == s.max_steps  # a snapshot of the last step leaves only the epoch's end
+        is_at_last = trainer.step == s.max_steps  # resumed from the last step: only the epoch's end is left
         for parts, num_samples in self._in_step(iter(()) if is_at_last else self._feed.steps()):
             loss = self.stepper.backward(parts, num_samples, trainer.step + 1, trainer.epoch)
             del parts  # so that the next batch reuses this memory, which is in the caches
@@ -564,7 +564,7 @@ class _Attempt:
         return has_ended
 
     def _in_step(self, steps: Iterator[tuple[list[Part], int]]) -> Iterator[tuple[list[Part], int]]:
-        """Yield steps as long as any rank has one; obey signals and stops, on which all ranks agree."""
+        """Yield steps as long as any rank has one; act on signals and stops on which all ranks have agreed."""
         clock = self.run_log.clock
         while True:
             if self.consensus.signal:
@@ -643,7 +643,7 @@ class _Attempt:
     # ---- what is kept, and the end -----------------------------------------------------------------------------------
 
     def _why_over(self) -> str:
-        """Return the setting by which the training is over; empty if something is left to train."""
+        """Return the name of the setting that ends the training here; empty if something is left to train."""
         trainer, s = self._trainer, self._settings
         if self._lacks_end:
             return ""
@@ -668,7 +668,7 @@ class _Attempt:
         return is_saved
 
     def _preempt(self, number: int) -> None:
-        """End this rank after it has saved; or after a snapshot, if the job restarts at once with more ranks."""
+        """Save and end this rank; if the job is about to restart with more ranks, take a snapshot instead of saving."""
         step = self._trainer.step
         # All ranks are asked, because on several hosts, one launcher may know of the restart before the others.
         if self._ranks.largest(memory().restart_is_planned):

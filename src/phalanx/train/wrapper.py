@@ -20,7 +20,7 @@ def can_wrap(model: nn.Module) -> bool:
 
 
 def leave_wrapper(model: nn.Module) -> None:
-    """Remove a wrapper that `wrap` has made, for good."""
+    """Permanently remove the wrapper that `wrap` has put around a model."""
     if isinstance(model, DistributedDataParallel):
         model.remove_hooks()
 

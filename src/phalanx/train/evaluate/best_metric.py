@@ -36,7 +36,7 @@ class BestMetric:
         self.best: float | None = None
         self.best_step: int | None = None
         self.num_worse: int = 0
-        self._goal: float | None = None  # score to exceed by `min_delta`; small improvements do not move it
+        self._goal: float | None = None  # score to exceed by `min_delta`; smaller improvements leave it as it is
         self._score: float | None = None  # score of the last evaluation, made after step `_step`
         self._step = -1
 

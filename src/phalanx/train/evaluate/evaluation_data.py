@@ -1,4 +1,4 @@
-"""The batches that each rank evaluates: from a dataset, a loader that all ranks share, or a loader of its own.
+"""The batches that each rank evaluates: from a dataset, a loader that all ranks share, or the rank's own loader.
 
 A dataset is divided among the ranks. If all ranks have the same torch loader, the ranks take turns at the loader's
 batches: the sampler draws from a fixed seed, and the ranks compare the indices that the sampler yields. If the ranks'
@@ -33,8 +33,8 @@ Counted = tuple[Any, int]
 class Planned:
     """Batches of a map-style dataset, or of a torch loader of such a dataset, with indices that are known in advance.
 
-    A dataset is divided among the ranks. If all ranks have the same loader, they take turns at its batches. A loader of
-    this rank's own part is used as it is.
+    A dataset is divided among the ranks. If all ranks have the same loader, they take turns at its batches. A loader
+    that yields only this rank's part is used as it is.
 
     Raises:
         ValueError: Ranks have different data.
@@ -63,7 +63,7 @@ class Planned:
         self._num_of_longest = ranks.largest(len(self._lists))
 
     def batches(self, pads: bool) -> Iterator[Counted]:
-        """Yield this rank's batches; with `pads`, as many as the rank that has the most."""
+        """Yield this rank's batches; with `pads`, padded until all ranks have equally many."""
         batch = None
         for batch, indices in zip(self._loader, self._lists, strict=True):
             yield batch, self._num_samples(batch, indices)
@@ -87,7 +87,7 @@ class Own:
         self._ranks = ranks
 
     def batches(self, pads: bool) -> Iterator[Counted]:
-        """Yield this rank's batches; with `pads`, as many as the rank that has the most."""
+        """Yield this rank's batches; with `pads`, padded until all ranks have equally many."""
         batch, loaded = None, iter(self._loader)
         following = next(loaded, None)
         while following is not None or pads:
@@ -151,7 +151,7 @@ def _lists_of(loader: Any, ranks: RankGroup | None) -> list[Any]:
             "Trainer.evaluate: the ranks' loaders give different batches: pass the dataset itself, or "
             "phalanx.DataLoader(part, is_own_part=True) of this rank's own"
         )
-    if lists and loader.batch_sampler is not None:  # batches are cut if there are fewer of them than ranks
+    if lists and loader.batch_sampler is not None:  # if there are fewer batches than ranks, batches are cut
         num = -(-ranks.world_size // len(lists))
         pieces = ([batch[at] for at in share(len(batch), part, num)] for batch in lists for part in range(num))
         lists = [piece for piece in pieces if piece]

@@ -1,8 +1,9 @@
 """How ranks agree, every few steps, on what any rank has noticed: a signal, a stop, a bad value, or differing copies.
 
-Right after gradients have been averaged, when the ranks have just waited for each other, one all_reduce of a few
-numbers shows every rank whether any rank was asked to end, and all ranks obey after the same step. The all_reduce costs
-some 0.1 ms. So if steps take less than 0.1 s, the ranks agree only about every 0.1 s, and at the end of every epoch.
+The ranks agree right after gradients have been averaged, when they have just waited for each other. One all_reduce of a
+few numbers tells every rank whether any rank was asked to end. All ranks then act on this after the same step. The
+all_reduce costs some 0.1 ms. So if steps take less than 0.1 s, the ranks agree only about every 0.1 s, and at the end
+of every epoch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Consensus:
         compare_every: `Settings.compare_every`.
 
     Attributes:
-        signal: Number of the signal that every rank obeys before its next step; 0: none.
+        signal: Number of the signal on which every rank acts before its next step; 0: none.
         wants_stop: Whether somebody has asked this rank to end the training.
         stops: Whether all ranks end the training before their next step.
     """

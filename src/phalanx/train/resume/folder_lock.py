@@ -1,9 +1,9 @@
 """`FolderLock`: a run folder belongs to one job at a time.
 
 Rank 0 holds a lock on the file ``.lock``. The kernel drops the lock when the process of rank 0 ends. The file names the
-job that holds the lock, so that the errors of other jobs can name this job. A restart of a job whose first attempt was
-admitted is never refused, even if its settings are drawn at random: the file identifies the admitted job, by its id or
-by the folder of its logs. `phalanx.checkpoint.disk.claim` does the work.
+job that holds the lock, so that the errors of other jobs can name this job. Once the first attempt of a job was
+admitted to the folder, restarts of that job are never refused, even if their settings are drawn at random. The file
+identifies the admitted job, by its id or by the folder of its logs. `phalanx.checkpoint.disk.claim` does the work.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class FolderLock:
             self.problem = f"{self._folder} can't be locked ({claim.problem}): make sure that no other job trains in it"
         note, ours = claim.before, claimant()
         self.was_ours = restarts.is_restart() and bool(ours.job) and note.job == ours.job and note.is_settled
-        if ours.job and (ours.name or note.host in ("", os.uname().nodename)):  # else rank 0 may have been on that host
+        # If the note is from another host, rank 0 of an earlier attempt of this job may have run there.
+        if ours.job and (ours.name or note.host in ("", os.uname().nodename)):
             self.is_first = not self.was_ours
         if self._claim is not None:
             claim.settle(is_settled=self.was_ours)

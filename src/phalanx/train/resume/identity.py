@@ -1,17 +1,18 @@
 """The identity of the run that a folder holds: stored in the run's checkpoints, compared when the run is started again.
 
 The identity is a list of facts. A fact is a name and a text, such as ``optimizer.lr`` and ``0.01``. Facts describe what
-the script gave: classes and hyperparameters of optimizer and scheduler; names, shapes and dtypes of the model's
-tensors; classes of its modules and, for torch's own modules, their settings; arguments of a loss module; length of the
-data; settings that affect the result. Facts are collected when the trainer is made, before a scheduler or a checkpoint
-has changed anything, and rank 0's facts count on all ranks. The facts in a checkpoint are compared before the rest of
-it is restored, so the checkpoint of another run is refused before it changes anything.
+the script passed to the trainer. For the optimizer and the scheduler, these are classes and hyperparameters. For the
+model, they are names, shapes and dtypes of tensors, classes of modules and, for torch's own modules, their settings.
+Other facts are the arguments of a loss module, the length of the data, and the settings that affect the result. Facts
+are collected when the trainer is made, before a scheduler or a checkpoint has changed anything, and rank 0's facts
+count on all ranks. The facts in a checkpoint are compared before the rest of the checkpoint is restored, so the
+checkpoint of another run is refused before anything changes.
 
 - **Not compared** are settings that may change from one start to the next: ``max_epochs`` and ``max_steps`` (if the
   length affects the result, the scheduler's facts contain it), the number of ranks, ``micro_batch_size``,
   ``num_workers``, ``patience``, what is saved and logged and where. Samples are not compared, because augmentation
   makes new ones.
-- **A fact that only one side has** is no difference; otherwise each new version of torch would cause a difference.
+- **A fact that only one side has** does not count as a difference; otherwise each new version of torch would cause one.
   Modules are compared only if both sides have the same torch; a wrapper or `SyncBatchNorm` makes no difference. If a
   callback of this run has a state and the checkpoint has none for it, that is a difference.
 - **Functions.** For a function of a `LambdaLR`, the numbers that the function reads, and its defaults, are facts;
@@ -182,7 +183,7 @@ class Identity:
         facts: Facts of this run, from rank 0.
         is_known: Whether the job was in the folder before; then this is a restart, which resumes despite differences.
         may_force: Whether a checkpoint of another run may be loaded.
-        is_own: Whether the trainer has trained before, so that the checkpoint is of its own run.
+        is_own: Whether the trainer has trained before, so that the checkpoint belongs to the trainer's own run.
 
     Attributes:
         may_force: Whether a checkpoint of another run may be loaded.
@@ -300,7 +301,7 @@ def _facts_of_optimizer(optimizer: torch.optim.Optimizer) -> Facts:
     facts = {"optimizer": _name_of(type(inner if isinstance(inner, torch.optim.Optimizer) else optimizer))}
     for number, group in enumerate(optimizer.param_groups):
         name = "optimizer" if len(optimizer.param_groups) == 1 else f"optimizer.group {number}"
-        given = {**group, "lr": group.get("initial_lr", group.get("lr"))}  # the value before a scheduler changed it
+        given = {**group, "lr": group.get("initial_lr", group.get("lr"))}  # the rate before a scheduler changed it
         facts[f"{name}{_PARAMETERS}"] = str(len(group["params"]))
         for key in given.keys() - _NO_HYPERPARAMETERS:
             facts |= dict(_flat(f"{name}.{key}", given[key], 0))

@@ -1,4 +1,4 @@
-"""Preemption: signals that ask a job to end early, noticed on any rank and obeyed by all after the same step.
+"""Preemption: signals that ask a job to end early, noticed on any rank, and acted on by all ranks after the same step.
 
 A rank that was asked to end saves its state, unless weights are not finite, and exits with 75 (EX_TEMPFAIL). Ctrl-C is
 such a request, like SIGTERM, so under a launcher, the exit code is 75 in both cases. Without a launcher, Ctrl-C gives
@@ -106,7 +106,7 @@ def leave(
         step: Number of the step.
         is_saved: Whether the state of that step is on disk.
         ranks: All ranks of the job.
-        begins_anew: Whether the script, if it is started again, begins anew instead of resuming from that step.
+        begins_anew: Whether the script, if it is started again, starts over instead of resuming from that step.
     """
     run_log.record("preempted", step=step, signal=number)
     saved = "saved" if is_saved else "weights that are not finite were not saved"

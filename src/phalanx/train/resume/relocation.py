@@ -1,12 +1,13 @@
-"""Decides whether a trainer's process can take another place in the job, alongside processes that are started anew.
+"""Decides whether a trainer's process can be kept after a failure, as a rank beside newly started processes.
 
 A new process runs the script from the top, while a kept process repeats only the trainer's own steps for joining a job.
 The two call the same collectives only if the script itself calls none. So a process can't be kept if the script has
 made the group by hand, made other groups, wrapped the model itself, or called a collective between the constructor and
-`fit` (the group counts its collectives). Nor can a process be kept if a callback has attributes that no checkpoint
-holds (in a new process, these attributes start afresh, so the copies of the model might diverge), or if a loader of the
-script divides the data among the previous ranks. The script may have called `phalanx.init`: a new process calls it,
-too, and a kept process repeats the call with the same arguments. The script's session object then shows the new place.
+`fit` (the group counts its collectives). Nor can a process be kept if a loader of the script divides the data among the
+previous ranks, or if a callback has attributes that no checkpoint holds. In a new process, such attributes start
+afresh, so the copies of the model might diverge. The script may have called `phalanx.init`: a new process calls it,
+too, and a kept process repeats the call with the same arguments. The script's session object then shows the new rank
+and world size.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from phalanx.train.wrapper import can_wrap
 
 
 class Relocation:
-    """A trainer's place in a process group, and whether the trainer can move to another group."""
+    """A trainer's membership in a process group, and whether the trainer can move to another group."""
 
     def __init__(self) -> None:
         self._why_not_met = session.why_not_met()

@@ -32,7 +32,7 @@ def is_restart() -> bool:
 
 
 def words_of_another(trainer: object, model: object, folder: str, goes_on: bool) -> str:
-    """Record that this trainer trains this model in this folder; return a hint if another trainer trained either."""
+    """Record that this trainer trains this model in this folder; return a hint if another trainer has used either."""
     last, last_of_model = _trained.get(folder), _by.get(model)
     _trained[folder] = _by[model] = weakref.ref(trainer)
     if not goes_on and last_of_model is not None and last_of_model() is not trainer:

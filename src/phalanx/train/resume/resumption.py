@@ -98,7 +98,7 @@ def words_of_resumption(
         step: Number of steps done.
         epoch: Number of the epoch.
         folder: Folder of the run.
-        why_over: Setting by which the training is over; empty if something is left to train.
+        why_over: Name of the setting that ends the training here; empty if something is left to train.
         is_again: Whether this trainer has trained before; then `fit` continues the trainer's own run, whatever `resume`
             says.
     """

@@ -1,9 +1,9 @@
 """`RunSaver`: saves a trainer's checkpoints on disk, if its weights are finite.
 
-**Fewer saves if memory is safe.** If every host's part of the state is in the memory of at least two hosts, a
-checkpoint on disk is needed only if all hosts that hold the same part are lost at once. So unless the user has set an
-interval, the state at the end of an epoch is then saved only if the last checkpoint is at least 10 minutes old. Ranks
-agree on whether to save, by one small all_reduce per epoch, because their clocks and hosts differ.
+**Fewer saves if memory is safe.** If each host's part of the state is in the memory of at least two hosts, a checkpoint
+on disk is needed only if all hosts with the same part are lost at once. So in this case, unless the user has set an
+interval, the state at the end of an epoch is saved only if the last checkpoint is at least 10 minutes old. Ranks agree
+on whether to save, by one small all_reduce per epoch, because their clocks and hosts differ.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def sum_gradients(
 ) -> Tensor:
     """Store the sum over all ranks' shards in ``.grad``, and return the sum of the losses.
 
-    A binary tree adds neighbours: first the shards of a rank, then the sums of ranks. If the numbers of ranks and of
+    A binary tree adds neighbors: first the shards of a rank, then the sums of ranks. If the numbers of ranks and of
     shards are powers of two, the tree over all shards is the same for any number of ranks.
 
     Args:
@@ -56,7 +56,7 @@ def sum_gradients(
         backward: Function that runs one of this rank's shards forward and backward, and returns its loss.
         seed: Seed and step, from which the random numbers of a shard are derived.
     """
-    pending: list[tuple[int, list[Tensor]]] = []  # sums of 1, 2, 4, ... shards that wait for their neighbours
+    pending: list[tuple[int, list[Tensor]]] = []  # sums of 1, 2, 4, ... shards that wait for their neighbors
     for shard in range(num_shards):
         seed_process(derive_seed(seed[0], "shard", seed[1], ranks.rank * num_shards + shard))
         for parameter in parameters:

@@ -100,7 +100,7 @@ class DividedStep:
                 self._decide()
 
     def end(self) -> None:
-        """Undo the division: give the optimizer of this rank a state of its own again."""
+        """Undo the division: give the optimizer of this rank a private copy of the state again."""
         if self._shards is not None:
             self._shards.end()
             self._shards = None

@@ -6,15 +6,15 @@
   at the log, at a snapshot or a save. All ranks raise the same `NonFinite`. If several ranks have findings, the error
   reports the earliest, because a bad loss spoils the averaged gradient, and so the weights of all ranks in the same
   step.
-- **States.** Before each snapshot and each save the parameters under training and the saved buffers are added up, which
-  reads them once. A state that is not finite is never kept, whatever ``on_nan`` says, and at the end of each epoch, a
+- **States.** Before each snapshot and each save, the parameters under training and the saved buffers are added up,
+  which reads them once. A state that is not finite is never kept, whatever ``on_nan`` says. At the end of each epoch, a
   line reports how many checkpoints were left out. Parameters and buffers that were not finite when `fit` began count as
   intended, and so does -inf in a buffer (masks).
 - **Gradients.** Not all gradients are checked. A bad gradient shows in the next loss or save, so the message names the
   steps in which the gradient may have become bad. The gradient of the first small parameter is summed in each step:
   backward goes from the last module to the first, so a bad value that arises anywhere nearly always reaches the first
   module. If that gradient is not finite, each rank computes its batch again on a copy of the model, with hooks on the
-  modules' gradients, and the error names the ranks that computed a bad gradient.
+  modules' gradients. The error then names the ranks that computed a bad gradient.
 - **fp16.** A loss or gradient that makes the scaler skip a step is no error. 36 bad losses in a row are an error, and
   so is a scale below 2^-20.
 """
@@ -40,9 +40,9 @@ from phalanx.train.step.objective import Objective
 from phalanx.wire.rank_group import RankGroup
 
 _LOSS, _GRADIENT, _AVERAGED, _STATE = range(4)
-_FEW_ELEMS = 1 << 14  # adding up so few elements takes hardly any time
+_FEW_ELEMS = 1 << 14  # adding up this few elements takes hardly any time
 _SMALLEST_SCALE = 2.0**-20  # at this scale no finite gradient overflows
-_MAX_SKIPPED = 36  # so many skipped steps in a row are an error: they halve the scale from 2^16 to the smallest
+_MAX_SKIPPED = 36  # limit for skipped steps in a row, each of which halves the scale: from 2^16 to the smallest
 _SUMMABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
@@ -132,7 +132,7 @@ class FiniteGuard:
         """Check that the loss of a pass is finite, after the backward pass; do nothing on devices other than the CPU.
 
         The check costs nothing on the CPU. If a gradient scaler skips steps that are not finite, a loss that is not
-        finite is an error only after many in a row.
+        finite is an error only after many such losses in a row.
         """
         if not loss.is_cpu:
             return

@@ -39,9 +39,9 @@ from phalanx.parallel.layout import flat, laid_out_like, packed, shaped
 from phalanx.parallel.pieces import CUT_ELEMS, elementwise
 from phalanx.parallel.shared_memory import shared_tensor
 
-_LEAST_ELEMS = 1 << 17  # a smaller parameter is in the caches, so stepping it is faster than exchanging it
+_LEAST_ELEMS = 1 << 17  # smaller parameters fit the caches: stepping them is faster than exchanging them
 _BLOCK_ELEMS = 1 << 16
-_LEAST_ROOM = 4  # each memory limit must leave this many times the shared memory
+_LEAST_ROOM = 4  # each memory limit must leave room for this many times the shared memory
 
 
 class Shards:
@@ -50,7 +50,7 @@ class Shards:
     Each large parameter is cut into a range for each rank. A rank steps its own range block by block, and receives the
     other ranks' results. The state of such a parameter lies in memory that all ranks share, so each rank's optimizer
     has the whole state, where checkpoints and callbacks find it. Every rank steps all other parameters whole. `end`
-    gives each rank a state of its own again.
+    gives each rank a private copy of the state again.
 
     No rank may read the state while another rank steps. So between reading the state and the next step, the ranks must
     wait for each other, as they do when they average gradients.
@@ -91,7 +91,7 @@ class Shards:
     def needs_whole(self) -> bool:
         """Return whether this rank's next step reads more of an averaged gradient than this rank's range."""
         optimizer = self._optimizer
-        own_step = vars(optimizer).get("step")  # set by a scheduler, whose wrapper reads no gradients, or by the script
+        own_step = vars(optimizer).get("step")  # by a scheduler, whose wrapper reads no gradients, or by the script
         return (
             has_hooks(optimizer)
             or (own_step is not None and getattr(own_step, "__wrapped__", None) is not type(optimizer).step)
@@ -127,7 +127,7 @@ class Shards:
             dist.broadcast(elements[end:], group=self._group, group_src=self._size - 1)
 
     def end(self) -> None:
-        """Give this rank a state of its own. Other ranks need not call this at the same time."""
+        """Give this rank a private copy of the state. Other ranks need not call this at the same time."""
         for cut in self._cuts.values() if self._group is not None else ():
             cut.let_go(self._optimizer.state.get(cut.parameter, {}))
         self._cuts = {}
