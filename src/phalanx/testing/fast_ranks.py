@@ -7,9 +7,9 @@ the same process object for both start methods, so one server can serve both. Th
 - State that a child would inherit through exec is sent to the child and applied before any object of the test is
   unpickled (`fast_child`).
 - State that can't be sent (variables that the interpreter and torch read, the CPUs, variables that packages read while
-  the server imported them) determines which server is used. When a variable has a third value, servers no longer import
-  the modules that read it, and each child imports these modules itself: torch's own tests, for example, use a different
-  folder in each test.
+  the server imported them) determines which server is used. Once a variable has had a third value, servers no longer
+  import the modules that read it, and each child imports these modules itself. Otherwise, a variable that differs in
+  each test, such as the folder in torch's own tests, would need a server for each test.
 - The server imports only installed packages, in a separate process, so it contains no code or state of the tests.
   Before each fork, it also imports the modules that earlier children have imported.
 
@@ -43,10 +43,10 @@ from phalanx.wire.sockets import keep_paths_short
 
 _PRELOAD = "phalanx.testing.fast_server"
 _READ_BY_INTERPRETER = re.compile(r"PYTHON.*|LD_.*|MALLOC_.*|GLIBC_TUNABLES|LANG|LANGUAGE|LC_.*")
-_OF_EACH_TEST = frozenset({"PYTEST_CURRENT_TEST"})  # this differs in each test, so it must not determine the server
+_OF_EACH_TEST = frozenset({"PYTEST_CURRENT_TEST"})  # differs in each test, so it must not determine the server
 _MEASURED_BY = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE")
 _MAX_SERVERS = 4  # maximum number of servers that run at the same time
-_MAX_STARTS = 16  # maximum number of servers started in a session; more would cost more time than they save
+_MAX_STARTS = 16  # maximum number of servers started in a session; further servers would cost more time than they save
 
 _METHODS: dict[str, Any] = {"spawn": context.SpawnProcess, "forkserver": context.ForkServerProcess}
 

@@ -85,7 +85,7 @@ def _as_whole(tensor: Tensor) -> Tensor:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, whose strides may be anything if it has one element."""
+    """Return the bytes of a contiguous tensor. The strides of a tensor with a single element may be anything."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

@@ -1,8 +1,8 @@
 """A random program: groups and the calls of their ranks, as data that can be drawn, printed, shrunk and run again.
 
 Every choice is drawn from a seed, so a seed determines a program. Sizes are chosen near the limits of the core's
-algorithms: the 48 bytes that fit into a cache line with a flag, the 32 KiB from which peers read each other's memory,
-the 64 KiB of stages, slots and fragments, the 256 KiB of rings, and fractions of these.
+algorithms, and near fractions of these limits: 48 bytes fit into a cache line with a flag; from 32 KiB on, peers read
+each other's memory; stages, slots and fragments have 64 KiB; rings have 256 KiB.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EDGES = (
     (0, 1), (1, 3), (8, 4), (48, 4), (63, 2), (64, 2), (65, 2), (1000, 4), (4096, 3), (16_384, 3), (32_768, 4),
     (65_536, 5), (98_304, 2), (131_072, 3), (196_608, 2), (262_144, 3), (524_288, 1), (1_048_576, 1), (1_300_000, 1),
 )  # fmt: skip
-_MOST_OF_ALL = 6 << 20  # maximum of the bytes of all blocks of a rank in one call
+_MOST_OF_ALL = 6 << 20  # largest total size of a rank's blocks in one call, in bytes
 _MULTIPLIED = {
     "all_to_all_single_split": 12, "functional_all_to_all": 12, "all_reduce_coalesced": 2, "all_gather_coalesced": 2,
     "reduce_scatter_coalesced": 2, "all_gather_lists": 2, "messages": 3, "batched_messages": 3, "blocking_messages": 3,

@@ -49,7 +49,7 @@ class StepFailed(RuntimeError):
 
 @dataclass
 class Verdict:
-    """The verdict on one rank's results of a program.
+    """The verdict on one rank's results of a program; the judge is the reference, another backend or arithmetic.
 
     Attributes:
         faults: Step and description of each wrong result.
@@ -208,7 +208,7 @@ def perform(rank: int, program: Program) -> None:
                     _player.faults.append((number, f"another result than in the first round: {wrong}"))
 
 
-# ---- the judgement --------------------------------------------------------------------------------------------------
+# ---- the judgment ---------------------------------------------------------------------------------------------------
 
 
 def judge(rank: int, program: Program, against: str, folder: str = "") -> Verdict:

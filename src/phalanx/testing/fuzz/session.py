@@ -26,7 +26,7 @@ class Outcome:
         fault: Description of the first fault; empty if there is none.
         step: Index of the step with the fault; None if the ranks ended without naming a step.
         judged: Number of judged calls, summed over the ranks; key: the backend or method that judged them.
-        of_judge: Descriptions of wrong results of the judge.
+        of_judge: Descriptions of wrong results of the reference backend.
     """
 
     fault: str = ""
@@ -40,7 +40,7 @@ class Session:
 
     Args:
         place: Program with the number of ranks, hosts and settings that all programs of this session must have.
-        against: Judge, see `command`.
+        against: Reference for the results, a value of ``--against`` (see `command`).
         limit_s: Seconds that a program may take; the groups' timeout is half of that.
     """
 

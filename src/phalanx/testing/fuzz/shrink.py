@@ -39,7 +39,7 @@ class Shrinker:
     """Searches for the smallest program that still fails.
 
     Args:
-        against: Judge, see `command`.
+        against: Reference for the results, a value of ``--against`` (see `command`).
         limit_s: Seconds that a program may take.
         budget_s: Seconds after which the search ends with the smallest program found so far.
     """

@@ -5,10 +5,10 @@ memory of fixtures that are already computed, until they write to it. The test's
 failure is returned as the text that pytest shows, because frames and rewritten asserts can't be pickled. Fixtures that
 request ``rank`` are left out of the parent's setup and computed on the ranks.
 
-A fork copies only one thread, so a test is rejected, with a message, if this process has initialized CUDA or has a
-default process group or another object that can't be forked; such tests can use `run_ranks`, which forks from a server.
-If pytest is killed, the kernel ends its ranks, and a shell that waits for pytest's end (`launch.spawn.cleaner`) kills
-the processes that the ranks have started.
+A fork copies only one thread. So a test is rejected, with a message, if this process has initialized CUDA, or has a
+default process group or another object that can't be forked. Such a test can use `run_ranks`, which forks from a
+server. If pytest is killed, the kernel ends its ranks, and a shell that waits for pytest's end (`launch.spawn.cleaner`)
+kills the processes that the ranks have started.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def world_size_of(request: pytest.FixtureRequest) -> int:
     sizes = vars(request.node).get("_phalanx_sizes", ())
     if not sizes:
         pytest.fail(shown.NOT_MARKED.format("world_size"), pytrace=False)
-    if len(sizes) > 1:  # this is a method of unittest, which pytest can't parametrize
+    if len(sizes) > 1:  # a method of unittest, which pytest can't parametrize
         pytest.fail("a unittest.TestCase method gets world_size for one world size only", pytrace=False)
     return int(sizes[0])
 

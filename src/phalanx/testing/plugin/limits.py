@@ -12,7 +12,7 @@ import torch.distributed as dist
 from phalanx._text import in_units
 from phalanx.host.cgroups import known_memory
 
-_RANK_BYTES = 16 * 2**20  # private memory of a rank after a small all_reduce: 3,300 pages and the page tables for them
+_RANK_BYTES = 16 * 2**20  # private memory of a rank after a small all_reduce: 3,300 pages and their page tables
 _RANK_FDS = 4  # descriptors in this process per rank: its pipe, its pidfd, and two of multiprocessing
 _SPARE_FDS = 32
 _ELSEWHERE = "or run a function by phalanx.testing.run_ranks, whose ranks are forked from a process of their own"
