@@ -75,7 +75,7 @@ WARM_IMPORT_S: Final = 120.0
 """Time for a warm process to import torch."""
 
 WARM_START_S: Final = 60.0
-"""Time in which a child of a warm process must find out whether it can take the client's place."""
+"""Time in which a child of a warm process must find out whether it can run the client's job."""
 
 WARM_REQUEST_S: Final = 1.0
 """Time for a client that has connected to a warm process to send its request."""

@@ -20,7 +20,7 @@ from phalanx import _env
 from phalanx.host.cpus import Share
 from phalanx.rendezvous.launched import Launch
 
-# MKL, OpenBLAS and numexpr obey this variable, too, unless variables of their own are set.
+# MKL, OpenBLAS and numexpr use this variable, too, unless their own variables are set.
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 # Variables by which users choose how OpenMP threads wait; GOMP_ belongs to GCC's runtime, KMP_ to LLVM's and Intel's.
 WAIT_VARIABLES = frozenset(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"))

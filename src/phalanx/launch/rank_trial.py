@@ -65,7 +65,7 @@ def told_file(folder: str, serial: int, rank: int) -> str:
 
 
 def multiprocess_file(folder: str) -> str:
-    """Return the path of the file that says that a rank trains in several processes, which can't be measured."""
+    """Return the path of a marker file; if it exists, a rank trains in several processes, so it can't be measured."""
     return os.path.join(folder, "multiprocess")
 
 

@@ -85,7 +85,7 @@ class Agent:
         self._joining_s = time.monotonic()
         self._times: dict[
             str, tuple[float, float]
-        ] = {}  # for each peer: when it sent its last heartbeat (its clock), and when that heartbeat arrived (ours)
+        ] = {}  # by peer: time at which its last heartbeat was sent, by its clock, and time of arrival, by ours
         self._clocks = Clocks()
         self._nodes: dict[str, Node] = {}  # linked nodes by id
         self._signs: dict[str, messages.LossSign] = {}  # for each host: how this node noticed the loss of a node there

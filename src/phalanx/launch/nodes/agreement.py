@@ -94,7 +94,7 @@ class Agreement:
     Attributes:
         view: The newest view that this node knows.
         result: End of the job; None: the job has not ended.
-        out: Failure because of which this node leaves a job that continues without it; None: the node stays.
+        out: Failure for which this node leaves the job, while the other nodes continue; None: the node stays.
     """
 
     def __init__(self, me: Node, rules: Rules, acts: Acts, *, is_root: bool, now_s: float) -> None:

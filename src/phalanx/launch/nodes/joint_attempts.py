@@ -1,4 +1,4 @@
-"""A job on several nodes: each supervisor obeys its agent, which agrees with the agents of the other nodes.
+"""A job on several nodes: each supervisor follows its agent, which agrees with the other nodes' agents.
 
 **How many ranks.** Each node has its own `LocalSize`. Only the node whose rank was the cause of a failure shrinks. The
 leader chooses the cause, so a node whose rank fails does not know yet whether its failure is the cause. The leader in

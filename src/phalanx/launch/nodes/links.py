@@ -275,7 +275,7 @@ class Links:
             self._greeted(link, node)
 
     def _greeted(self, link: _Link, node: Node) -> None:
-        """Use a connection to a node. Of two, both ends keep the one that the node with the lower id has dialed."""
+        """Use a new connection to a node; if there are two, keep the one that the node with the lower id dialed."""
         assert self._me is not None
         if link.dialed is not None:
             self._bury(link.dialed, but=node.id)

@@ -212,7 +212,8 @@ class Finish:
 class GiveUp:
     """This node gives up the job for the reason `why`.
 
-    It has waited in vain for `after_s` seconds, another node has refused it (`is_refused`), or its agent has failed.
+    The node has waited for `after_s` seconds without success, another node has refused it (`is_refused`), or its agent
+    has failed.
     """
 
     why: str

@@ -2,13 +2,14 @@
 
 A module that is imported ahead reads the environment before the script has run, although the script may change it. So
 the process that imports ahead records which package has read which variables. A rank that is forked from this process
-hides the packages. When the script imports a hidden package, the rank compares the recorded values with the present
-ones, and reports the names of variables that differ. Reads by native code can't be recorded, so for torch, every
-variable that matches `READ_BY_TORCH` counts as read. This module does not import torch.
+hides the packages, so that the script still has to import them. When the script imports a hidden package, the rank
+compares the recorded values with the present ones, and reports the names of variables that differ. Reads by native code
+can't be recorded, so for torch, every variable that matches `READ_BY_TORCH` counts as read. This module does not import
+torch.
 
-``import torch`` also obeys variables of our own (``PHALANX_REPLACE``). These are unset while the forker or a fork
-server imports torch. The rank obeys these variables later: when its script imports torch, or, with `phalanx.spawn`,
-before it calls the user's function.
+``import torch`` also applies our own variables (``PHALANX_REPLACE``). These are unset while the forker or a fork server
+imports torch. The rank applies these variables later: when its script imports torch, or, with `phalanx.spawn`, before
+it calls the user's function.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def outlive_parent() -> None:
 
 
 def hold_signals() -> None:
-    """Block the signals that the supervisor obeys, in this process and in programs that it executes.
+    """Block the signals that the supervisor handles, in this process and in programs that it executes.
 
     Schedulers and service managers may send these signals to every process of a job.
     """
@@ -94,7 +94,7 @@ def reap(pid: int, limit_s: float) -> int | None:
 def start_helper(program: str, fds: Sequence[int], *words: str, pause_s: float = 0.0) -> int:
     """Start a child that runs the Python code `program` and ends with this process; return its pid.
 
-    The child leads a process group, and blocks the signals that the supervisor obeys.
+    The child leads a process group, and blocks the signals that the supervisor handles.
 
     Args:
         fds: Descriptors that the child inherits; their numbers are its first arguments.

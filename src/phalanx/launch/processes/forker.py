@@ -14,7 +14,7 @@ run the script with `runpy` from a server. But then tracebacks would show the fr
 and pickle would not find the stand-in for ``__main__``, and ``-m``, zip files and folders would each need an imitation
 of what Python does.
 
-**In some cases a rank executes the command anew instead:**
+**In some cases a rank executes the command in a new interpreter instead:**
 
 - with ``--no-preload`` or ``--no-python``;
 - if the user lets OpenMP bind threads to CPUs (``OMP_PLACES`` and the like): OpenMP chooses the CPUs when torch is
@@ -82,7 +82,7 @@ Begin = Callable[[Mapping[str, Any]], None]
 
 
 def serve(end: socket.socket, begin: Begin, **hello: object) -> None:
-    """Obey the supervisor until it closes its end of the socket; return only in a forked rank, after `begin`.
+    """Carry out the supervisor's requests until it closes its socket; return only in a forked rank, after `begin`.
 
     Packets from the supervisor are JSON objects: ``{"start": rank, "environ": ...}`` with the three descriptors of a
     rank, or ``{"signal": number, "pids": [...], "groups": bool}``, where ``groups`` says whether to signal also the
@@ -154,7 +154,7 @@ def _become_rank(packet: Mapping[str, Any], fds: Sequence[int], forker_pid: int)
     die_with_parent(forker_pid)
     adopt_orphans()  # so that daemons of this rank become its children, and end with the rank
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SUPERVISORS_SIGNALS)
-    os.setsid()  # otherwise it could open the terminal, and the kernel suspends background processes that use it
+    os.setsid()  # so that the rank can't open the terminal: using it in the background would suspend the rank
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
     for fd in fds:
@@ -191,7 +191,8 @@ def execute(command: Sequence[str]) -> Begin:
 def serve_preloaded(loaded_before: Collection[str]) -> None:
     """Import what ranks share, and serve the supervisor; return only in a rank, which then runs its script.
 
-    If a rank can't run its script as if nothing had been imported, it executes the command anew instead.
+    If a rank can't run its script as if nothing had been imported, it executes the command in a new interpreter
+    instead.
 
     Args:
         loaded_before: Modules that Python itself loads when it starts.
@@ -236,7 +237,7 @@ def import_shared(imports: Imports, settings: Mapping[str, str]) -> str:
         for name in RANK_MODULES:
             try:
                 __import__(name)
-            except BaseException as error:  # ignored: the script will run into the same error and report it
+            except BaseException as error:  # ignored, because the script will get and report the same error
                 return f"{type(error).__name__}: {error}"
     return ""
 
@@ -283,7 +284,7 @@ def _leave_libraries_alone() -> None:
     """
     if not _env.environment().get("LD_PRELOAD") and hasattr(_libc, "on_exit"):
         _libc.on_exit(_libc._exit, None)  # calls _exit with the exit status
-        _libc.__cxa_atexit(_libc.fflush, None, None)  # registered later, so it runs before _exit
+        _libc.__cxa_atexit(_libc.fflush, None, None)  # registered later, so fflush runs before _exit
 
 
 def draw_anew() -> None:

@@ -1,4 +1,4 @@
-"""The supervisor's handle for its forker: starts the forker, asks it to start and signal ranks, hears of their ends.
+"""The supervisor's handle for its forker: starts it, asks it to start and signal ranks, and learns when they end.
 
 A suspended forker (``pkill -STOP -f train.py``) can neither start nor end ranks, and the whole job would wait for it.
 So the supervisor sends a SIGCONT with every request. If an attempt ends while its forker is still importing torch, the
@@ -119,7 +119,7 @@ class Forker:
         self.go_on()
 
     def go_on(self) -> None:
-        """Send SIGCONT to the forker: if it is suspended, it can neither obey nor end."""
+        """Send SIGCONT to the forker: a suspended forker can neither carry out requests nor end."""
         if self.channel.alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGCONT)

@@ -145,7 +145,7 @@ class Forkers:
         whole process groups receive it. SIGKILL always goes to the whole group.
         """
         self.signal(sig, pids, groups=sig == signal.SIGKILL or not self._job.is_python)
-        self.signal(signal.SIGCONT, pids, groups=True)  # a suspended rank could not obey
+        self.signal(signal.SIGCONT, pids, groups=True)  # a suspended rank would not react to `sig`
 
     def signal(self, sig: int, pids: Sequence[int], *, groups: bool = False) -> None:
         """Send `sig` to ranks, with `groups` also to processes that they have started; skip ranks that have ended."""

@@ -4,10 +4,10 @@ Imported modules are hidden from the garbage collector (`gc.freeze`), so that th
 interpreter does not visit the modules when it ends; unfreezing them at the end took 0.3 s per rank. Each rank gets a
 new ``__main__``, because the collector would never finalize the objects of a frozen one.
 
-If a process forks often (the servers of `phalanx.testing` and ``--fast-ranks``, pytest with our mark, a warm process),
-its memory is collapsed into huge pages, because copying and freeing the page table of 70,000 pages takes a third of the
-time of a test with two ranks. Huge pages occupy memory even for their unused parts. So memory is collapsed only if
-these parts are at most a quarter of the free memory, and for at most a second.
+Some processes fork often: the servers of `phalanx.testing` and ``--fast-ranks``, pytest with our mark, and a warm
+process. Their memory is collapsed into huge pages. Otherwise, copying and freeing the page table of 70,000 pages would
+take a third of the time of a test with two ranks. Huge pages occupy memory even for their unused parts. So memory is
+collapsed only if these parts are at most a quarter of the free memory, and for at most a second.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HUGE_BYTES, _PIECE_BYTES = 2 << 20, 64 << 20
 _LEAST_USED = 3 / 4  # huge pages are worthwhile if at least this fraction of a range is used
 _MOST_OF_ROOM = 1 / 4  # the unused parts of huge pages may take at most this fraction of the free memory
 _FIRST_FORKS, _NEXT_FORKS = 16, 32  # memory is collapsed after 16 forks, and again after every 32 more
-_LONG_S = 1.0  # collapsing stops for good if it takes longer: too much memory, or too little of it contiguous
+_LONG_S = 1.0  # if collapsing takes longer, it is not repeated: there is too much memory, or too little is contiguous
 
 
 def share_pages() -> None:

@@ -114,7 +114,7 @@ def _become_forker(channel: PacketSocket, loaded: Loaded, supervisor_pid: int) -
 def forget_all_but(shared: Collection[str]) -> None:
     """Forget every imported module that is not in `shared`.
 
-    Otherwise, a script that has its own module of that name would get ours.
+    Otherwise, a script that imports a module of its own with the same name would get ours.
     """
     for name in set(sys.modules).difference(shared):
         module = sys.modules.pop(name)

@@ -10,11 +10,11 @@ this attempt that is complete on every rank of the node.
   no rank fails for ``--regrow-after`` seconds, the supervisor waits for the next complete snapshot, ends the ranks with
   SIGTERM and starts MAX ranks; at most the step under way is lost. A job without snapshots keeps its size, and so does
   a job in which a rank has already finished.
-- **No cost.** The launcher itself decided to try MAX ranks, so neither the restart with MAX ranks nor the restart that
+- **No cost.** The launcher itself decided to try MAX ranks. So neither the restart with MAX ranks nor a restart that
   goes back to fewer ranks counts against ``--max-restarts``. Each time that MAX ranks make no progress, the wait
   doubles.
-- **Threads** and CPUs are divided anew. If the number of threads changes, the forker is replaced, because torch sizes
-  its pools at import: such a restart takes one more import of torch.
+- **Threads** and CPUs are divided among the new number of ranks. If the number of threads changes, the forker is
+  replaced, because torch sizes its pools at import: such a restart takes one more import of torch.
 
 On several nodes, each node applies these rules on its own, see `nodes.joint_attempts`. A snapshot counts as progress
 only if it is from a newer attempt than all earlier snapshots. A newer step is not enough: the copy of a snapshot to
@@ -48,7 +48,7 @@ class LocalSize:
         self._fd = snapshots_fd
         self.num_ranks: int = job.num_local_ranks
         self.num_ended: int = 0
-        self._proven = 0  # number of ranks that made progress before MAX was tried again; 0: no trial
+        self._proven = 0  # if MAX ranks are being tried: the number that made progress before; otherwise 0
         self.is_trial: bool = False
         self._wait_s = job.regrow_after_s
         self._attempt_before = newest_attempt(self._fd)  # newest attempt with snapshots here when the current one began
@@ -146,7 +146,7 @@ class SharedSize:
     def __init__(self, job: Job, snapshots_fd: int) -> None:
         self._most = job.num_local_ranks
         self._now = LocalSize(job, snapshots_fd)
-        self._blamed: tuple[Ending, LocalSize, str] | None = None  # ending, size and message if this node is blamed
+        self._blamed: tuple[Ending, LocalSize, str] | None = None  # what follows if this node is the cause
         self._has_begun = False
         self._has_asked = False  # whether this node has asked for MAX ranks
 
@@ -205,7 +205,7 @@ class SharedSize:
         return (culprit.rank, culprit.pid) == cause.of_process
 
     def is_to_be_asked_for(self, lived_s: float) -> int:
-        """Return MAX, once in an attempt at most, if the wait is over and a snapshot was just taken; otherwise 0."""
+        """Return MAX if the wait is over and a snapshot was just taken, but only once in an attempt; otherwise 0."""
         if self._has_asked or not self._now.may_regrow or not self._now.is_time_to_regrow(lived_s):
             return 0
         self._has_asked = True

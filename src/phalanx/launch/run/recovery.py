@@ -2,11 +2,11 @@
 
 The line of a loss is also saved beside the black boxes.
 
-All times are by this host's clock: the first sign of the loss; the time when this launcher knew of it; the end of the
-last rank; the start of the next attempt; and, from the black box of the host's first rank, the beginning and end of
-``checkpoint.load`` and of the first step. One rank is enough, since a step needs all ranks. Times of different hosts
-are never compared: each launcher reports its own times. If a node was lost, the first sign is the end of its
-connection, or the last message from it.
+All times are by this host's clock. The launcher itself notes four of them: the first sign of the loss, the moment when
+it learned of the loss, the end of the last rank, and the start of the next attempt. The black box of the host's first
+rank gives the beginning and end of ``checkpoint.load`` and of the first step. One rank is enough, since a step needs
+all ranks. Times of different hosts are never compared: each launcher reports its own times. If a node was lost, the
+first sign is the end of its connection, or the last message from it.
 
 For this purpose, ``checkpoint.load`` records one phase and one note in the box of its rank. The supervisor reads the
 box 20 times a second for a minute after a restart, then once a second, until the line is printed. The box of the
@@ -166,7 +166,7 @@ class Recovery:
         self._loss = self._tail = None
 
     def _may_have_failed(self, first: Event, ends: Sequence[Ending] | None) -> bool:
-        """Return whether an error ended, or may have ended, the first step or collective; it then does not count."""
+        """Return whether the first step or collective does not count, because an error ended, or may have ended, it."""
         known = self._seen.has_failed(first)
         if known is not None:
             return known

@@ -1,8 +1,8 @@
 """Ends the ranks of an attempt; decides when, with which signal, when SIGKILL follows, and which processes are kept.
 
-**Who gets the signal.** The supervisor signals the ranks, not the processes that they have started: torch treats the
-death of a loader's worker as a failure of the rank, which then saves nothing, and a logger's process is needed until
-the rank has ended. SIGKILL goes to whole process groups. With ``--no-python``, every signal goes to whole process
+**Who gets the signal.** The supervisor signals the ranks, not the processes that they have started. torch treats the
+death of a loader's worker as a failure of the rank, which then saves nothing. And a logger's process is needed until
+its rank has ended. SIGKILL goes to whole process groups. With ``--no-python``, every signal goes to whole process
 groups, because a wrapper may not forward signals. `phalanx._torch.shield` explains how workers survive a signal that
 somebody sends to every process.
 
@@ -179,7 +179,7 @@ class Shutdown:
             why = f"no collective or snapshot within {STOP_S:g} s, so {they} started anew"
             self._say(f"{named('rank', late)} can't be kept: {why} (phalanx explain rank-not-kept)")
             self.end(signal.SIGTERM, running)
-        elif self._stopping:  # these have left their groups; the other ranks get their grace period
+        elif self._stopping:  # all ranks to keep have left their groups; the others get their grace period
             self._stopping, self._events.deadline = [], time.monotonic() + self._job.grace_s
         elif self.by == signal.SIGKILL:
             self._forkers.kill()

@@ -1,4 +1,4 @@
-"""Obeys the signals that the launcher receives: some end the job, some are forwarded, and some suspend the job.
+"""Handles the signals that the launcher receives: some end the job, some are forwarded, and some suspend the job.
 
 **Signals to every process.** A service manager, or Slurm without cgroups, sends its signal to every process of a job.
 So the forker, and on several nodes the agent, block the signals that the supervisor handles, even across the exec of
@@ -35,7 +35,7 @@ HARMLESS = (*_ONLY_FORWARDED, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)
 
 
 class Signals:
-    """Obeys the signals that the event loop has received.
+    """Handles the signals that the event loop has received.
 
     Args:
         ranks: Ranks of the current attempt; the supervisor changes this list.
@@ -95,7 +95,7 @@ class Signals:
             self._events.note(signal.SIGPIPE)
 
     def obey(self) -> None:
-        """Obey the signals that have been received, in their order."""
+        """Handle the received signals, in the order of their arrival."""
         while self._events.signals:
             sig = self._events.signals.pop(0)
             if sig == signal.SIGTSTP and sig not in self._job.signals:

@@ -120,7 +120,7 @@ class Keyboard:
         """Give the terminal to the debugger that has waited longest, unless another debugger is at its prompt."""
         if not self._queue or (self._debugger is not None and not self._runs):
             return
-        if (before := self._debugger) is not None:  # `before` is queued again when it writes
+        if (before := self._debugger) is not None:  # the debugger `before` is queued again when it writes
             self._end_turn()
             self._running.append(before)
             self._events.watch(before.connection.fileno(), lambda: self._ask_again(before))

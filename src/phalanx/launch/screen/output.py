@@ -5,10 +5,10 @@ character by character, so that its progress bar moves; lines of other ranks are
 writing. While a debugger's prompt is open, the prompt is live, and rank 0 is shown like the other ranks.
 
 If we are on a terminal, rank 0 writes to a pseudo-terminal; all other ranks write to pipes. The pseudo-terminal is
-narrower than the screen by the length of the prefix, because a progress bar that wraps can't be rewritten in place; for
-the same reason, a COLUMNS variable that is too large is emptied for the rank. The Trainer's bar uses rich, which
-captures stderr and shows it on stdout. Under ``phalanx run``, warnings bypass rich; otherwise the warnings of rank 0
-would look different from the warnings of other ranks.
+narrower than the screen by the length of the prefix, because a progress bar that wraps can't be rewritten in place. For
+the same reason, the rank gets an empty COLUMNS variable if the user's value is too large. The Trainer's bar uses rich,
+which captures stderr and shows it on stdout. Under ``phalanx run``, warnings bypass rich; otherwise the warnings of
+rank 0 would look different from the warnings of other ranks.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class Screen:
         self._hides_cursor = False
 
     def room_of(self, rank: int) -> int:
-        """Return the columns that a rank's lines have beside their prefix; 0 if that is unknown or is no terminal."""
+        """Return the columns that a rank's lines have beside their prefix; 0 if the width is unknown."""
         columns = 0
-        with contextlib.suppress(OSError):  # it is no terminal, or has hung up
+        with contextlib.suppress(OSError):  # the screen is no terminal, or has hung up
             columns = os.get_terminal_size(self.fd).columns
         return max(20, columns - len(prefix(rank, colour=False))) if columns else 0
 

@@ -117,7 +117,7 @@ class Output:
             drops_last_words: Whether to drop a traceback that is still held back, because the report of the failure
                 shows it.
         """
-        for _ in range(_MAX_READS):  # not for ever: a process that escaped from the rank may still write
+        for _ in range(_MAX_READS):  # a limit, because a process that escaped from the rank may write forever
             if not self.carry():
                 break
         if self._view is not None:
@@ -184,9 +184,9 @@ class Rank:
         self.folder = folder
         self.stdout = stdout
         self.stderr = stderr
-        self.pid = pid  # 0 until the forker has forked it
+        self.pid = pid  # 0 until the forker has forked the rank
         self.asked_to_end = False
-        self.was_killed = False  # whether the supervisor has sent it SIGKILL
+        self.was_killed = False  # whether the supervisor has sent SIGKILL to the rank
         self.end: Ending | None = None
         self.pause: Ending | None = None
 
@@ -227,7 +227,7 @@ class Rank:
         """
         code = os.waitstatus_to_exitcode(status)
         self._drain(is_reported=is_reported and code != 0)
-        is_crash = code < 0 and not self.asked_to_end  # even if it raised earlier: stderr shows where it crashed
+        is_crash = code < 0 and not self.asked_to_end  # even if the rank raised earlier: stderr shows the crash
         words = read_stderr(self.stderr.tail) if is_crash else self._last_words() if code else LastWords()
         self.end = self._outcome(code, words)
         if self.end.failed:

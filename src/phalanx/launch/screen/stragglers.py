@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 LOOK_S = 1.0
 """Time between two reads of the boxes; short enough that a rank rarely fills its box in between."""
 
-_LEAST_COST = 0.05  # a rank is named if it costs the other ranks this fraction of a step
+_LEAST_COST = 0.05  # least fraction of a step that a named rank costs the others
 _LEAST_S = 60.0
 _JUDGE_S = 10.0
 _MOST_EVENTS = 2000  # limit for the events read from all ranks; if there are more, the newest serve as a sample

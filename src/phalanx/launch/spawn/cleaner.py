@@ -75,7 +75,7 @@ class Cleaner:
         finally:
             os.close(theirs)
         self.pid, self._owner = self._process.pid, os.getpid()
-        self._process.returncode = 0  # otherwise Python would warn that nobody has waited for it
+        self._process.returncode = 0  # otherwise Python would warn that nobody has waited for the cleaner
 
 
 cleaner = Cleaner()
@@ -130,5 +130,5 @@ def _is_of_ranks(pid: int, marks: Sequence[bytes]) -> bool:
         return is_fork or any(mark in environ.split(b"\0") for mark in marks)
     except ProcessLookupError:
         return True
-    except OSError:  # it belongs to another user
+    except OSError:  # the process belongs to another user
         return False

@@ -37,7 +37,7 @@ class Assignment:
 
     Attributes:
         call: Function and arguments, pickled by `dumps` in the parent so that tensors travel by value and not by shared
-            descriptors. A rank that is forked from the parent gets the pair itself.
+            descriptors. A rank that is forked from the parent itself gets them without pickling.
         folder: Folder for the files of this call's ranks.
         notes: File in which the parent records the ranks that have ended.
         environ: Environment of every rank, apart from the variables that follow from `attempt`.
@@ -272,7 +272,7 @@ def _settle(rank: int, assignment: Assignment) -> None:
     obey_launcher()
     replace.obey()  # PHALANX_REPLACE, which was unset while the server imported torch
     watch_torch()
-    # With the server's own start method, children of this rank would import everything anew.
+    # With the server's own start method, children of this rank would import everything again.
     multiprocessing.set_start_method(assignment.start_method, force=True)
     for stream in (sys.stdout, sys.stderr):
         if is_terminal(stream):

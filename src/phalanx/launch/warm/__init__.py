@@ -6,9 +6,9 @@ job: a job runs in the same way as after a cold start.
 
 **The whole job is forked, supervisor included.** The alternative was to start a new supervisor for each job and fork
 only the ranks. Then exit codes, the adoption of orphans, the reaper's watch and every signal would have to go over
-sockets, and the supervisor would still make its own imports, which alone take longer than the start of a warm job. If
-the whole job is forked, nothing inside it differs. Only the command itself had to be written a second time, as a thin
-client.
+sockets. And the new supervisor would still have to import its own modules, which alone takes longer than the start of a
+warm job. If the whole job is forked, nothing inside it differs. Only the command itself had to be written a second
+time, as a thin client.
 
 **The client decides nothing.** It asks each warm process in turn. Each warm process checks whether a job that it forks
 would be the same as a job that the client starts. It compares its own inherited properties with the client's, both from

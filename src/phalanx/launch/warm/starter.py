@@ -61,7 +61,7 @@ def run_warm(
                 known |= set(places.sockets())
             answers = client.hand_over(kind, words, passes_signals=passes_signals)
             if new:
-                stop(new)  # it has refused this job, and would refuse similar ones, too
+                stop(new)  # the new process has refused this job, and would refuse similar ones, too
                 return f"{NOT_WARM}: the new process {answers[0] if answers else 'has ended'}"
     except OSError as error:
         return f"{NOT_WARM}: {_no_place(error)}"
@@ -168,7 +168,7 @@ def _execute(
             _env.WARM_SERVER_VARIABLE: f"{listener.fileno()}:{words}:{path}",
             SETTINGS_VARIABLE: json.dumps(dict(settings)),
         }
-        kept = {name: value for name, value in environ.items() if name != _env.TRIAL_VARIABLE}  # it is for one job
+        kept = {name: value for name, value in environ.items() if name != _env.TRIAL_VARIABLE}  # meant for one job only
         os.execve(sys.executable, [sys.executable, _NAME], {**with_hook(kept), **serves})
     finally:
         os._exit(1)
