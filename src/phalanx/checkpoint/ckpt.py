@@ -76,7 +76,7 @@ def _no_command(args: Sequence[str]) -> UsageError:
         said = f"{name!r} is a folder, not a command"
         return UsageError(said) if folders_given else UsageError(said, name, ["ls", name])
     error = misspelled(f"unknown command {name!r}", name, nearest(name, _COMMANDS))
-    return error if folders_given else UsageError(str(error))  # the corrected call would lack its folder
+    return error if folders_given else UsageError(str(error))  # no corrected call, which would lack the folders
 
 
 def _parser(name: str) -> Parser:
@@ -177,7 +177,7 @@ def _runs_in(folder: str) -> list[tuple[str, list[int]]]:
     """
     runs = []
     for path in sorted(os.path.join(folder, name) for name in (os.listdir(folder) if os.path.isdir(folder) else ())):
-        with contextlib.suppress(OSError):  # it is no folder, or can't be read
+        with contextlib.suppress(OSError):  # not a folder, or not readable
             if published := folders.find_steps(path)[1]:
                 runs.append((path, published))
     if not runs:

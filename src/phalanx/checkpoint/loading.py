@@ -321,7 +321,7 @@ def _check(
     try:
         if source == "memory":
             newest = newest_of(holdings, digest_of(path))
-            assert newest is not None  # it is a candidate
+            assert newest is not None  # otherwise, memory would not be a candidate
             images = memory().read(newest)
             check(images, step, [_own(images, ranks)])
         else:

@@ -290,7 +290,7 @@ _saver = Saver()
 
 
 def renew() -> None:
-    """Start afresh in a process that becomes a rank of the next attempt; the last save's result no longer matters."""
+    """Forget earlier saves, whose results no longer matter, in a process that becomes a rank of the next attempt."""
     global _saver
     if not _saver.is_idle():
         _saver = Saver()  # the last save is still being written from the old Saver's memory

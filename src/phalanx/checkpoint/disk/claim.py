@@ -374,7 +374,7 @@ def _boot() -> str:
 
 
 def _unlock_in_child() -> None:
-    for claim in [*_claimed.values()]:  # a data loader's forked worker, for example, must not hold the lock
+    for claim in [*_claimed.values()]:  # a forked child, such as a data loader's worker, must not hold the lock
         claim.unlock()
 
 

@@ -319,7 +319,7 @@ class Draft:
 
     def is_under_way(self, *, is_young: bool) -> bool:
         """Return whether a rank is still writing or publishing, or, if the draft is young, has yet to begin."""
-        if not os.path.isdir(self.path):  # it was published or abandoned
+        if not os.path.isdir(self.path):  # the draft was published or abandoned
             return False
         names = map(file_of, range(self.world_size))
         has_begun = all(os.path.exists(os.path.join(self.path, name)) for name in names)
@@ -337,7 +337,7 @@ class Draft:
     def remove(self) -> None:
         """Remove the draft, so that a rank that is still writing can't publish it."""
         doomed = f"{self.path}.old"
-        with contextlib.suppress(OSError):  # it is gone already, or the folder has become read-only
+        with contextlib.suppress(OSError):  # the draft is gone already, or the folder has become read-only
             os.rename(self.path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
@@ -386,11 +386,11 @@ def sweep(folder: str) -> None:
             path = os.path.join(folder, name)
             if _LEFTOVER.fullmatch(name):
                 if os.path.isdir(path) and not name.endswith(".old"):
-                    with contextlib.suppress(OSError):  # renamed first: a live job may be about to publish it
+                    with contextlib.suppress(OSError):  # renamed first: a live job may be publishing the draft
                         os.rename(path, f"{path}.old")
                         path = f"{path}.old"
                 shutil.rmtree(path, ignore_errors=True)
-                with contextlib.suppress(OSError):  # it is gone, or not ours to remove
+                with contextlib.suppress(OSError):  # the draft is gone, or not ours to remove
                     os.unlink(path)
 
 

@@ -6,7 +6,7 @@ of bytes that it will read, in whole pages (`restoring.survey` does all that `re
 assigning). A range that most hosts need is broadcast; any other range is sent from rank to rank. If only parts of an
 image are fetched, they lie in its usual region, with holes between them, and the image is marked as complete only once
 all of it has arrived. So an image with holes is used only by the ranks that are loading it now, and the next load
-fetches it anew.
+fetches it again.
 
 The first version sent complete images to all hosts. If one rank of three fails, that sends 26 MB in all instead of 0.4
 MB (see the page on checkpoints in docs/en/how_it_works). Each host also needed memory for the state of the whole job,

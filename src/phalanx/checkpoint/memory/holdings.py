@@ -57,7 +57,7 @@ class Choice:
 def newest_of(by_rank: Sequence[Sequence[Holding]], folder: bytes) -> Choice | None:
     """Return a folder's newest snapshot that the hosts together hold in full; None if there is none.
 
-    A host that holds all images reads only its own, because these have the values of its ranks.
+    A host that holds all images itself reads no others, because its images have the values of its own ranks.
 
     Args:
         by_rank: Images that each rank's host holds.

@@ -23,13 +23,13 @@ REGION_BYTES = 1 << 36  # distance between regions; unused parts of the sparse f
 PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 MAGIC = b"phalanx2"
 NUM_SLOTS = 3
-"""Number of regions for each image. For an image of this host: the replicated snapshot, the one being copied, and a
-newer one. For an image of another host: the newest that all hosts have, the one being received, and one fetched to be
-loaded."""
+"""Number of regions for each image. Those of an image of this host hold the replicated snapshot, the snapshot that is
+being copied, and a newer one. Those of an image of another host hold the newest snapshot that all hosts have, the one
+that is being received, and one that was fetched to be loaded."""
 FETCHED_SLOT = 2
 _HEAD = struct.Struct("<8sQQQQQ16sQQ")
 _PLAN = struct.Struct("<Q")
-MOST_OF_OTHERS = 1 << 22  # most images of other hosts, and most of this host: all regions end before _PLAN_OFFSET
+MOST_OF_OTHERS = 1 << 22  # limit for other hosts' images, and for this host's; all regions then end before _PLAN_OFFSET
 _OF_OTHERS = NUM_SLOTS * REGION_BYTES * MOST_OF_OTHERS  # where images of other hosts begin
 _PLAN_OFFSET = 1 << 62  # where the records begin, after all regions
 _BAN_OFFSET = _PLAN_OFFSET + 4096

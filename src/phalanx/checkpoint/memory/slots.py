@@ -13,10 +13,11 @@ One snapshot is always complete on all hosts, so that any host may be lost at an
 The state survives the loss of as many hosts as there are replicas; ``tests/checkpoint/test_replica_rules.py`` simulates
 this. If every host has the whole state, nothing is copied, and each snapshot is safe at once.
 
-**Three regions, not two.** With two, a slow copy would leave a choice between overwriting the safe snapshot, which is
-needed if a host is lost, and taking no snapshot until the copy is done, although ranks fail more often than hosts. The
-third region is allocated the first time a copy is late. If there is no memory for that region, no snapshots are taken
-until the copy is done. The copied snapshot is then the safe one, and the next snapshot overwrites the previous one.
+**Three regions, not two.** With two regions, a slow copy would leave two bad choices. One is to overwrite the safe
+snapshot, which is needed if a host is lost. The other is to take no snapshot until the copy is done, although ranks
+fail more often than hosts. The third region is allocated the first time a copy is late. If there is no memory for that
+region, no snapshots are taken until the copy is done. The copied snapshot is then the safe one, and the next snapshot
+overwrites the previous one.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ together are at most one snapshot apart, so there is always a step whose snapsho
 
 **Limits.** All snapshots together get at most a quarter of the tightest memory limit, which may be the host's or a
 cgroup's, and at most half of what is still free under that limit. If the kernel nevertheless kills a process for lack
-of memory (the cgroup's own counter shows it), the supervisor forbids snapshots: the next attempt loads the last
-snapshot and frees its memory at the first step; otherwise that attempt would be killed, too. If one host is short of
+of memory (the cgroup's own counter shows it), the supervisor forbids snapshots. The next attempt loads the last
+snapshot, and frees its memory at the first step; otherwise that attempt would be killed, too. If one host is short of
 memory, no host takes snapshots. The ranks agree on that before their first snapshot, because a rank that took no part
 in a snapshot would keep the other ranks waiting in the collective.
 
@@ -415,7 +415,7 @@ def memory() -> SnapshotMemory:
 
 
 def renew() -> None:
-    """Start afresh in a process that the launcher has made a rank of the next attempt."""
+    """Forget what belongs to the earlier attempt, in a process that the launcher has made a rank of the next one."""
     global _memory
     memory().close()
     _memory = SnapshotMemory(is_kept=True)

@@ -11,10 +11,10 @@ what a reader may look at, even if a reader or an earlier publisher was killed. 
 of readers in shared memory would stay wrong forever once a reader is killed; a socket on which the publisher hands out
 descriptors would need a thread that answers while the trainer computes.
 
-**Memory.** Two blocks serve readers that keep up. Each old version that is still read takes one more, up to
-`max_versions` blocks; beyond that, publishing fails, and the error names who holds what. Once readers hold three old
-versions, a line on stderr also says who holds what. Blocks are reused, because the kernel clears each new page: copying
-1 GiB into a new block takes four times as long.
+**Memory.** Two blocks serve readers that keep up. Each old version that is still read takes one more block, up to
+`max_versions` blocks. Beyond that, publishing fails, and the error names the readers and the versions that they hold.
+Once readers hold three old versions, a line on stderr says the same. Blocks are reused, because the kernel clears each
+new page: copying 1 GiB into a new block takes four times as long.
 
 **Without a copy.** `Publication.buffers` lends the next block as a state whose tensors are filled in place. Once the
 state is published, further writes to its tensors become private to the writer (`phalanx.host.loans`). After a fork, the

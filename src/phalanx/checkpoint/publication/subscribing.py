@@ -31,7 +31,7 @@ from phalanx.wire.waiting import wait_until
 
 _PURPOSE = "subscribed"
 _LOOK_S = 0.005  # longest pause between two looks at the record
-_LATEST_S = 30.0  # after this time, `latest` gives up if each version is replaced before it is mapped
+_LATEST_S = 30.0  # time after which `latest` gives up if every version is replaced before this process has mapped it
 _GONE = (errno.ENOENT, errno.ESRCH, errno.ESTALE, errno.EINVAL, errno.ENXIO)
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -184,7 +184,7 @@ class Subscription:
             newer = records.find(self.name)
             if newer == record:
                 return None
-            record = newer  # its publisher has published meanwhile
+            record = newer  # the publisher has published a version meanwhile
         if record is not None:
             self._seen = record.token
         return record

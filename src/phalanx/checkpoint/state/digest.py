@@ -19,7 +19,7 @@ from torch import Tensor
 if sys.platform == "linux":
     from phalanx import _core
 
-_LEAST_BYTES = 241  # shorter pieces get a BLAKE2 digest: the core refuses them, see csrc/memory/digest.h
+_LEAST_BYTES = 241  # shorter pieces get a BLAKE2 digest, because the core refuses them (csrc/memory/digest.h)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 4096  # data begins at a multiple of this, so headers of different lengths leave it in place
+_ALIGNMENT = 4096  # data begins at a multiple of this, and so at the same place after headers of similar length
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16,
@@ -48,7 +48,7 @@ class Part:
 
     @property
     def key(self) -> str:
-        """The name in the file: the tensor's name, plus the block's offset unless that is the first element."""
+        """The name in the file: the tensor's name, followed by the block's offset unless the offset is 0."""
         return f"{self.name}@{','.join(map(str, self.offset))}" if any(self.offset) else self.name
 
 

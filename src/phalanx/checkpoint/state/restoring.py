@@ -42,7 +42,8 @@ class _Sharing:
     def __init__(self, read: Read) -> None:
         self._read = read
         self._done: dict[str, Tensor] = {}
-        # By the name of a tensor that was not read: node and value of the first tensor read that shares its memory.
+        # Node and value of the first tensor that was read and shares memory with a tensor that was not; key: name of
+        # the latter.
         self._single: dict[str, tuple[Json, Tensor]] = {}
 
     def __call__(self, node: Json, into: Tensor | None) -> Tensor:
@@ -241,7 +242,7 @@ def _state_like(optimizer: torch.optim.Optimizer, node: Json) -> dict[str, Any]:
     state: dict[Any, dict[str, Tensor]] = {}
     for index, values in pairs_of(dict(pairs_of(node))["state"]):
         if index not in range(len(parameters)):
-            continue  # it is the state of another model, which load_state_dict() will refuse
+            continue  # the state of another model, which load_state_dict() will refuse
         parameter = parameters[index]
         if is_dtensor(parameter) or not parameter.is_contiguous():
             state[index] = {

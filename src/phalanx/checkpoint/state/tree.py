@@ -99,7 +99,7 @@ def pack(state: Any, done: str = "saved") -> tuple[Json, list[Leaf]]:
         tree = packer.pack(state, "")
         packer.note_shared_memory()
         json.dumps(tree)  # tried here, so that a failure comes before the ranks agree to save
-    except RecursionError:  # the caller was already deep in calls of its own
+    except RecursionError:  # the caller was already deep in nested calls
         raise _too_deep(done) from None
     return tree, packer.leaves
 
@@ -121,7 +121,7 @@ class _Packer:
         self._places: list[_Place] = []
 
     def note_shared_memory(self) -> None:
-        """In the node of each tensor that shares memory with an earlier tensor, record which one."""
+        """If a tensor shares memory with an earlier one, record the earlier tensor's name in the later one's node."""
         for places in _overlapping(self._places):
             for number, place in enumerate(places):
                 if shares := next(filter(None, map(place.within, places[:number])), None):
@@ -308,7 +308,7 @@ def _overlapping(places: list[_Place]) -> Iterator[list[_Place]]:
 
 def _local_part(tensor: Any) -> Tensor:
     local = tensor.to_local()
-    return local.wait() if hasattr(local, "wait") else local  # a collective may still be filling it
+    return local.wait() if hasattr(local, "wait") else local  # a collective may still be filling the tensor
 
 
 def _check_memory(tensor: Tensor, name: str, done: str) -> None:
