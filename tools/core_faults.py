@@ -289,7 +289,7 @@ def _run(command: Sequence[str], core: Path, **environ: str) -> tuple[int, str]:
         try:
             output, _ = process.communicate(timeout=_RUN_S)
         except subprocess.TimeoutExpired:
-            process.kill()  # its ranks end with it
+            process.kill()  # ranks end when the process that started them ends
             output, _ = process.communicate()
             return _LATE, output
     return process.returncode, output

@@ -6,8 +6,8 @@ command beside it, loads the instrumented core, whatever environment variables t
 
 The counters are a file that each process maps as shared memory ("continuous mode"), so each count is in the file at
 once. Counts of ranks that are forked, end by ``os._exit`` or are killed by SIGKILL are not lost. gcc, by contrast,
-counts in private memory, which ``exit`` writes to a file: the core would need a hook for each other way to end, and
-there is no hook for SIGKILL.
+counts in private memory, which ``exit`` writes to a file. So the core would need a hook for every other way in which a
+process ends, and there is no hook for SIGKILL.
 
 Lines of templates and of the kernels, which are compiled once per type or instruction set, count as executed if one of
 the compiled copies was executed. A branch is one outcome, true or false, of a condition. clang counts blocks: if a call

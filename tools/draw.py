@@ -1,4 +1,4 @@
-"""Draw the pictures of the documentation: ``python tools/draw.py`` writes all into docs/pictures.
+"""Draw the pictures of the documentation: ``python tools/draw.py`` writes all of them to docs/pictures.
 
 ``python tools/draw.py all_reduce ring_all_reduce`` writes only these two. Each picture is drawn by one function in
 `drawing`; tests/docs/test_pictures.py checks that the committed files are up to date.

@@ -31,7 +31,7 @@ WORDS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_suffix(".json"
 class View:
     """Part of a table of a record: rows in which `where` holds and the size is one of `sizes`, and some `columns`.
 
-    An empty field selects everything. The column "Gloo ratio" is the one that follows Gloo's.
+    An empty field selects everything. The column "Gloo ratio" is the one that follows the column "Gloo".
     """
 
     record: str

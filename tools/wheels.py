@@ -107,10 +107,10 @@ def build_wheel(target: Target, out: Path) -> Path:
         "CMAKE_CXX_COMPILER": compiler / "c++",
         "CMAKE_AR": compiler / "ar",
         "CMAKE_RANLIB": compiler / "ranlib",
-        "CMAKE_CXX_FLAGS": "-include stdio.h",  # nanobind relies on other headers to include it; libc++'s do not
+        "CMAKE_CXX_FLAGS": "-include stdio.h",  # nanobind expects other headers to include it; libc++'s do not
         "NB_HAS_MTLS_GNU2": "OFF",  # TLS descriptors clobber vector registers before glibc 2.40
     }
-    names = json.dumps({"env._PYTHON_HOST_PLATFORM": target.platform})  # the backend takes the wheel's platform from it
+    names = json.dumps({"env._PYTHON_HOST_PLATFORM": target.platform})  # tells the build backend the wheel's platform
     done = run(
         [python, "-c", BACKEND.format("wheel"), out.resolve(), names],
         SETUPTOOLS_EXT_SUFFIX=f".cpython-{target.interpreter[2:]}-{target.processor}-linux-gnu.so",

@@ -1,1 +1,1 @@
-"""What `tools/draw.py` draws with: `canvas` holds shapes and colours, the other modules one function per picture."""
+"""The pictures of `tools/draw.py`: `canvas` has shapes and colors, other modules have a function for each picture."""

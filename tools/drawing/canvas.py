@@ -1,4 +1,4 @@
-"""A canvas that becomes an SVG file: boxes, cells, arrows and text in the colours that all pictures share.
+"""A canvas that becomes an SVG file: boxes, cells, arrows and text in the colors that all pictures share.
 
 A canvas is 400 units wide. Text of 11 units and more stays readable where the page is 360 pixels wide. Each picture has
 a background of its own, so it reads the same on a light and on a dark page.
@@ -20,7 +20,7 @@ PALE = "#f3f5f7"
 PAPER = "#ffffff"
 RED = "#c4232b"
 SUM = "#3d4550"
-RANKS = ("#1f6fb2", "#b8560b", "#1a7f4b", "#8250c4")  # 4.5:1 and more with white, distinct to the colour-blind
+RANKS = ("#1f6fb2", "#b8560b", "#1a7f4b", "#8250c4")  # contrast with white: 4.5:1 and more; distinct to the color-blind
 TINTS = ("#e3effa", "#fbeadb", "#dff3e7", "#efe6fb")
 
 _SANS = "system-ui,-apple-system,'Segoe UI',Roboto,'Noto Sans',Arial,sans-serif"
@@ -128,7 +128,7 @@ class Canvas:
             )
 
     def rank(self, x: float, y: float, rank: int, *, w: float = 50, h: float = 24, label: str | None = None) -> None:
-        """Draw the plate of a rank in its colour."""
+        """Draw a rank's box in its color."""
         label = f"rank {rank}" if label is None else label
         color = RANKS[rank % 4]
         self.box(x, y, w, h, fill=color, stroke=color, label=label, color=PAPER, bold=True)
@@ -136,15 +136,15 @@ class Canvas:
     def cell(
         self, x: float, y: float, label: str, rank: int | None, *, w: float = 26, h: float = 24, size: float = 12
     ) -> None:
-        """Draw an element in the colour of the rank that it comes from; of no rank: a sum over all."""
+        """Draw an element in the color of the rank that it comes from; None: a sum over all ranks."""
         color = SUM if rank is None else RANKS[rank % 4]
         self.box(x, y, w, h, fill=color, stroke=PAPER, radius=4, label=label, color=PAPER, bold=True, size=size)
-        if rank is None:  # a stripe of every rank's colour
+        if rank is None:  # a stripe in each rank's color
             for i, stripe in enumerate(RANKS):
                 self.bar(x + 3 + i * (w - 6) / 4, y + h - 4.5, (w - 6) / 4, 2.5, stripe)
 
     def empty(self, x: float, y: float, *, w: float = 26, h: float = 24) -> None:
-        """Draw a place that holds nothing of interest."""
+        """Draw an element whose value does not matter."""
         self.box(x + 1, y + 1, w - 2, h - 2, fill=PALE, stroke=LINE, dashed=True, radius=4, width=1)
 
     def bar(self, x: float, y: float, w: float, h: float, fill: str) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from drawing.canvas import GREY, INK, LINE, PALE, RANKS, SUM, TINTS, Canvas, picture
 
-Cell = tuple[str, int | None] | None  # label and the rank that it comes from (None: a sum of all), or an empty place
+Cell = tuple[str, int | None] | None  # label and source rank (None: the sum over all ranks), or an empty place
 _N = range(4)
 _LETTERS = "ABCD"
-_TOP = 58  # of the first rank's row
+_TOP = 58  # top edge of the first rank's row
 _ROW = 34
 
 
@@ -115,7 +115,7 @@ def barrier(canvas: Canvas) -> None:
 
 
 def _ring_steps() -> list[tuple[str, list[list[int]], set[tuple[int, int]]]]:
-    """Return for each step its name, how many ranks' numbers are in each chunk of each rank, and what has just come."""
+    """Return each step's name, the number of ranks summed in each rank's chunks, and the chunks that just arrived."""
     counts = [[1] * 4 for _ in _N]
     steps = [("start", [row[:] for row in counts], set[tuple[int, int]]())]
     for phase, first in (("add", 0), ("copy", 1)):
@@ -184,7 +184,7 @@ def point_to_point(canvas: Canvas) -> None:
         canvas.rank(left + 120, 34, 1)
         canvas.line([(left + 25, 60), (left + 25, 210)], color=RANKS[0], width=2)
         canvas.line([(left + 145, 60), (left + 145, 210)], color=RANKS[1], width=2)
-    # Waiting: recv is there first and sleeps until the message comes.
+    # Blocking: recv is called first, and sleeps until the message arrives.
     canvas.box(153, 78, 12, 62, fill=PALE, dashed=True, radius=0)
     canvas.text(148, 88, "recv", anchor="end", mono=True, size=11)
     canvas.text(148, 104, "waits", anchor="end", color=GREY, size=11)
@@ -193,7 +193,7 @@ def point_to_point(canvas: Canvas) -> None:
     canvas.arrow((46, 132), (152, 138), color=RANKS[0], width=2)
     canvas.text(92, 156, "tensor", anchor="middle", color=RANKS[0], size=11)
     canvas.lines(14, 232, ["Both return when the", "tensor may be used again."], color=INK)
-    # Not waiting: both post, compute, and wait later.
+    # Asynchronous: both ranks start the operation, compute, and wait for it later.
     canvas.text(346, 78, "irecv", anchor="end", mono=True, size=11)
     canvas.text(248, 92, "isend", mono=True, size=11)
     canvas.dot(357, 74, 4, RANKS[1])

@@ -1,11 +1,11 @@
-"""How long each phase takes after the loss of a host, as two real runs have told it."""
+"""How long each phase takes after the loss of a host, in two real runs."""
 
 from __future__ import annotations
 
 from drawing.canvas import GREY, INK, RANKS, RED, SUM, Canvas, picture
 
-# As phalanx run printed them: three hosts of a rank each, namespaces of one busy machine of two cores, with the script
-# of bench.recovery.
+# Seconds of each phase, as phalanx run printed them for the script of bench.recovery. The three hosts, with one rank
+# each, were namespaces of one busy machine with two cores.
 _RUNS = {
     "host-c is killed: connections are refused": {
         "noticed": 0.05, "ended": 0.15, "agreed": 0.20, "started": 1.02, "loaded": 0.08, "first collective": 0.00,

@@ -1,4 +1,4 @@
-"""A terminal: what a program has written to it, as the lines that stand on the screen, and these as an SVG file."""
+"""Turns what a program has written to a terminal into the lines on its screen, and these lines into an SVG file."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Style:
 
 
 def _indexed(number: int) -> str:
-    """Return one of xterm's 256 colours."""
+    """Return one of xterm's 256 colors."""
     if number < 16:
         return _COLORS[number % 8]
     if number >= 232:
-        return "#" + f"{max(8 + 10 * (number - 232), 72):02x}" * 3  # the darkest greys would not show on our background
+        return "#" + f"{max(8 + 10 * (number - 232), 72):02x}" * 3  # the darkest grays would not show on our background
     parts = divmod((number - 16) // 6, 6), (number - 16) % 6
     return "#" + "".join(f"{0 if part == 0 else 55 + 40 * part:02x}" for part in (*parts[0], parts[1]))
 
 
 class Screen:
-    """Understands what phalanx, rich and torch write: colours, carriage returns, erasing, moving up."""
+    """Understands what phalanx, rich and torch write: colors, carriage returns, erasing, moving up."""
 
     def __init__(self) -> None:
         self.rows: list[list[tuple[str, Style]]] = [[]]
@@ -97,7 +97,7 @@ class Screen:
 
 
 def _runs(row: list[tuple[str, Style]]) -> list[tuple[int, str, Style]]:
-    """Return the pieces of one style, without blanks around them, with their columns."""
+    """Return the pieces of a row that have one style each: column, text without surrounding blanks, and style."""
     runs: list[tuple[int, str, Style]] = []
     for column, (char, style) in enumerate(row):
         if runs and runs[-1][2] == style and runs[-1][0] + len(runs[-1][1]) == column:

@@ -158,7 +158,7 @@ def data_parallel_threads(canvas: Canvas) -> None:
 
 
 def _one_f_one_b(num_stages: int, num_batches: int, is_gpipe: bool) -> list[list[tuple[int, str, int]]]:
-    """Return for each stage its (start, kind, micro-batch): forward takes 1 unit, backward 2."""
+    """Return each stage's passes as (start, kind, micro-batch); a forward pass takes 1 unit of time, a backward 2."""
     plans: list[list[tuple[str, int]]] = []
     for stage in range(num_stages):
         warm_up = num_batches if is_gpipe else min(num_stages - stage, num_batches)
