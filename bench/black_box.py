@@ -31,7 +31,7 @@ _EVENTS, _TRIES = 2000, 50  # a try is shorter than a time slice of the schedule
 _STEPS, _SETTLING = 6, 2
 _MOST_EVENT_S = 50e-9
 _MOST_STEP = 0.01
-Turn = tuple[float, float]  # seconds without recording, and with it
+Turn = tuple[float, float]  # seconds without recording, and seconds with recording
 
 
 def _in_turns(measure: Callable[[], float], num_turns: int) -> list[Turn]:

@@ -60,7 +60,7 @@ def _torch_save(state: dict[str, torch.Tensor], path: str, sync: bool) -> None:
 
 
 def measure_saves(rank: int, world_size: int, folder: str, size_mib: int, rounds: int) -> Samples:
-    """Return this rank's seconds, by the name of the measurement; the first save has a name of its own."""
+    """Return this rank's seconds for each measurement, by name; the first save is a measurement of its own."""
     _start(rank, world_size)
     num_tensors = 16
     state = {f"t{i}": torch.randn(size_mib * 2**18 // num_tensors) for i in range(num_tensors)}

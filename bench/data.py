@@ -2,13 +2,13 @@
 
 The loaders take turns within one process, on the same dataset, so that other load on the machine affects all equally.
 torchdata's StatefulDataLoader and SPDL, which loads in threads, take part if they are installed. WebDataset and
-MosaicML's Streaming bring shards and hand over batches by torch's loader, so torch's column is theirs.
+MosaicML's Streaming read shards, but hand batches over through torch's loader, so torch's column applies to them, too.
 Each record is one tensor that a worker has in its memory; a batch is one record, which torch's collate function copies.
 The rank reads one byte of each page. The first batches of a turn are not timed: workers start, and blocks are new.
 
-The last table says how many copies of a batch of 100 MiB its way from worker to rank takes. One worker hands over a
-batch while the rank waits for it, and the rank then reads every byte. A copy is a `copy_` between tensors whose pages
-exist, and reading the same bytes from memory of the rank's own does not count.
+The last table gives the time that a batch of 100 MiB takes from worker to rank, in multiples of the time for one copy.
+One worker hands over a batch while the rank waits for it, and the rank then reads every byte. One copy is a `copy_`
+between tensors whose pages exist. The time for reading the same bytes from the rank's own memory is subtracted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bench.plan import parse_size, size_text
 from bench.report import machine_facts
 
 LOADERS: dict[str, Callable[..., Any]] = {"phalanx": phalanx.DataLoader, "torch": DataLoader}
-_WARM_UP = 16  # batches
+_WARM_UP = 16  # first batches of a turn, which are not timed
 _PAGE_BYTES = 4096
 
 
@@ -55,7 +55,7 @@ def loader_of_torchdata(dataset: Any, **options: Any) -> Any:
 
 
 def loader_of_spdl(dataset: Any, batch_size: int, num_workers: int) -> Iterator[Any]:
-    """Load in so many threads of this process."""
+    """Yield batches that SPDL loads in `num_workers` threads of this process."""
     from spdl.pipeline import PipelineBuilder
 
     builder = PipelineBuilder().add_source(range(len(dataset))).pipe(dataset.__getitem__, concurrency=num_workers)
@@ -122,7 +122,7 @@ class OnDemand(Records):
 
 
 def copies_of_a_batch(make: Callable[..., DataLoader[Any]], num_bytes: int, num_batches: int) -> float:
-    """Return the time that a batch takes from a worker's memory to the rank and through it, in copies."""
+    """Return the time that a batch takes from a worker's memory to the rank, in multiples of the time for one copy."""
     own, other = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))
     dataset = OnDemand(num_bytes, _WARM_UP + num_batches)
     spent = []

@@ -1,9 +1,9 @@
 """``python -m bench.ddp``: what data parallel training costs, compared with the same step without any communication.
 
-Two ranks with one thread each train all variants in turns, in one pair of processes: without communication; with
-phalanx's and with torch's DistributedDataParallel, on phalanx and on Gloo; with the optimizer's step divided as a
-Trainer divides it; and with phalanx.ZeroRedundancyOptimizer and parameters in shared memory. The benchmark also
-measures an epoch of each of two CNNs on one rank and on two, and the memory for parameters and optimizer state.
+Two ranks with one thread each train all variants in turns, in one pair of processes. One variant has no communication.
+Others use phalanx's and torch's DistributedDataParallel, on phalanx and on Gloo. One divides the optimizer's step as a
+Trainer does, and one uses phalanx.ZeroRedundancyOptimizer with parameters in shared memory. The benchmark also measures
+an epoch of each of two CNNs on one rank and on two, and the memory for parameters and optimizer state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``python -m bench.link serve ADDRESS``, and on another host ``… measure ADDRESS``: the speed of plain TCP.
 
-The second command prints a line of JSON: the round-trip time of a small message, the bytes per second of one stream to
-the server, and the bytes per second of each of two streams that run at the same time, one in each direction.
+The second command prints a line of JSON: the round-trip time of a small message, and bytes per second. These are
+measured for one stream to the server, and for two streams at the same time, one in each direction.
 """
 
 from __future__ import annotations

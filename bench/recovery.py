@@ -3,7 +3,7 @@
 Hosts are namespaces of this machine (`tests.namespaces`), which needs root. Each turn starts a job on all hosts, waits
 for some steps, and removes one host: all its processes are killed, or its link is cut. The benchmark measures the time
 from then to the next step on another host, and counts the steps that are repeated. torchrun does not survive the loss
-of the host at which the others meet, so with torchrun, another host is lost; if the job does not continue within 240 s,
+of the host at which the others meet, so with torchrun, another host is lost. If a job does not continue within 240 s,
 the result is 240 s. In two cases, the script takes 3 s to start: in one case, the surviving ranks keep their processes;
 in the other case, they are started again.
 """
@@ -155,7 +155,7 @@ def cases_of(num_hosts: int, *, with_torchrun: bool) -> dict[str, Case]:
         ),
         "phalanx: another host is cut off": Case("phalanx run", last, "cut", 5.0),
     }
-    if num_hosts > 2:  # if the link between two hosts is cut, the host at which they met would continue
+    if num_hosts > 2:  # of two hosts whose link is cut, the one at which they met would continue
         cases["phalanx: the first host is cut off"] = Case("phalanx run", 0, "cut", 5.0)
     if with_torchrun:
         cases[_TORCHRUN] = Case("torchrun", last, "kill")

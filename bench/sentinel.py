@@ -31,7 +31,7 @@ from phalanx.wire.rank_group import RankGroup
 _BATCH = 64  # samples of each rank in a step
 _AGREE_S = 0.1
 _TURN_S = 0.5
-_WARM_UP = 12  # number of turns in which the sentinel finds out how often it may compare
+_WARM_UP = 12  # number of first turns, in which the sentinel finds out how often it may compare
 _MOST = 1.01
 MODELS = {name: CASES[name].build for name in ("MLP 784-1024-10", "MLP of 17 M")}
 # keeps the model from learning, because a processor takes ten times as long for the tiny gradients of a trained model

@@ -1,9 +1,10 @@
 """``python -m bench.shared_data``: the memory that a dataset takes with several ranks and workers, and its restart.
 
 Each rank reads the whole dataset through a loader with workers, once with ``phalanx.share`` and once as usual, in new
-processes for each. The memory is the sum of the processes' proportional shares (PSS) in copies of the dataset, less
-what the same processes take with an empty dataset. "Usual" is what torch's users do: each rank builds the dataset
-before its loader forks workers. The records are dicts, whose reference counts make forked workers copy their pages.
+processes for each. The memory is the sum of the processes' proportional set sizes (PSS), less what the same processes
+take with an empty dataset, in multiples of the size of one copy. "Usual" is what torch's users do: each rank builds the
+dataset before its loader forks workers. The records are dicts, whose reference counts make forked workers copy their
+pages.
 
 Then a dataset of images that are decompressed on each access is read for three epochs, with a cache and without. The
 first epoch, in which the cache is filled, does not count.
@@ -50,7 +51,7 @@ def pss_bytes(pid: int) -> int:
 
 
 def hold(_rank: int, _world_size: int, kind: str, size: int, is_shared: bool, num_workers: int) -> tuple[int, float]:
-    """Return the memory of this rank and its workers after an epoch, and the seconds until the dataset was there."""
+    """Return the memory of this rank and its workers after an epoch, and the seconds for building the dataset."""
     phalanx.init()
     build: Callable[[int], Any] = globals()[kind]
     began_s = time.perf_counter()
@@ -65,7 +66,7 @@ def hold(_rank: int, _world_size: int, kind: str, size: int, is_shared: bool, nu
 
 
 def taken_bytes() -> int:
-    """Return the memory of this rank and its workers, which all ranks measure at once."""
+    """Return the memory of this rank and its workers. All ranks call this, and measure at the same time."""
     RankGroup().barrier(_LIMIT_S)
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     used = sum(pss_bytes(pid) for pid in (os.getpid(), *map(int, children)))
@@ -79,7 +80,7 @@ def copy_bytes(kind: str, size: int) -> int:
 
 
 def grown(_rank: int, _world_size: int, number: int) -> int:
-    """Return by how much a process grows when it makes the records."""
+    """Return the growth of a process's memory, in bytes, when it makes the records."""
     before = pss_bytes(os.getpid())
     made = records(number)
     return pss_bytes(os.getpid()) - before if made else 0

@@ -163,7 +163,7 @@ def main() -> None:
             parser.error(f"--allocators: there is no file {path!r}")
     console = Console(width=110, highlight=False)
     found, judged, peak_rows = {}, [], []
-    # by other launcher, then by model: how many times as fast as the other launcher ours is
+    # speed of our launcher, as a multiple of another launcher's: by the other launcher, then by model
     ratios: dict[str, dict[str, float]] = defaultdict(dict)
     for name in names:
         for num_ranks in map(int, given.ranks.split(",")):
@@ -175,7 +175,7 @@ def main() -> None:
                 variant: [vars(sample) for sample in turns] for variant, turns in samples.items()
             }
             judged += verdicts(name, num_ranks, samples)
-            like = _variants(num_ranks)[-2].name  # this variant differs from ours only in the launcher
+            like = _variants(num_ranks)[-2].name  # the variant that differs from ours only in the launcher
             peak_rows.append([name, num_ranks, _memory(samples[_OURS]) / _memory(samples[like])])
             for other in samples.keys() - {_OURS}:
                 ratios[f"{num_ranks}: {other}"][name] = speedup(samples, other)

@@ -2,10 +2,10 @@
 
 Two ranks with one thread each train a model and average after each step; each rank records its computing time. The rule
 of `phalanx.record.excess` is then applied to stretches of several lengths: to the measured times, and to the same times
-with 5 % added for one rank, first for one rank and then for the other. If the rule names a rank from the measured times
-alone, the speeds of the cores may really have differed during that stretch. So the benchmark also reports the spread of
-the ranks' difference over the stretches. Only if the spread is well below 5 % can a rule find a rank that is 5 % slower
-within a stretch, without naming a rank when none is slower.
+with 5 % added for one of the ranks, each in turn. If the rule names a rank from the measured times alone, the speeds of
+the cores may really have differed during that stretch. So the benchmark also reports the spread of the ranks'
+difference over the stretches. Only if the spread is well below 5 % can a rule find a rank that is 5 % slower within a
+stretch, without naming a rank when none is slower.
 """
 
 from __future__ import annotations
