@@ -260,7 +260,7 @@ def _gist(words: LastWords) -> tuple[object, ...]:
     failure = words.failure
     if failure is None:
         return words.name, re.sub(r"\d+", "N", words.message)
-    if failure.calls or failure.sizes is not None:  # a mismatch, which each rank describes from its own call
+    if failure.calls or failure.sizes is not None:  # a mismatch: each rank's words describe its own call
         return words.name, failure.group
     return words.name, failure.kind, failure.group, failure.ranks, re.sub(r"\d+", "N", failure.detail)
 

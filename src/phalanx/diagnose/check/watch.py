@@ -103,7 +103,7 @@ class Watch:
     def _boxes(self) -> list[Box]:
         """Return the boxes of the running job, whose launcher holds them."""
         with contextlib.suppress(OSError, ValueError):  # the job has ended, or a box is just being created
-            launchers = self._job.pid, *awaited_by(self._job.pid)  # a warm client awaits the real launcher
+            launchers = self._job.pid, *awaited_by(self._job.pid)  # for a warm start, the awaited launcher
             return next(filter(None, (list(boxes_held_by(pid)) for pid in launchers)), [])
         return []
 

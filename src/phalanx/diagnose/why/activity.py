@@ -37,7 +37,7 @@ _DISTRIBUTED = re.compile(r"torch/(?:distributed/|nn/parallel/distributed\.py)")
 _DEBUGGERS = {"pdb.py", "bdb.py", "pudb.py"}
 _LOADERS = re.compile(r"torch/utils/data/dataloader\.py|phalanx/data/")
 _SLEEPING = "SDI"
-_SOON_S = 1.0  # a sleep that began this soon after the last operation was not interrupted since then
+_SOON_S = 1.0  # if a sleep began within this time after the last operation, nothing has interrupted that sleep
 _JOINS = {"join": ("threading.py",), "result": ("_base.py",), "wait": ("_base.py",)}
 
 JOINING = ("init_process_group", "new_group")

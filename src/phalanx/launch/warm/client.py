@@ -5,8 +5,8 @@ process. The client passes signals on, and ends with the wait status that the gu
 imports this module before anything else, so the module itself imports next to nothing.
 
 The warm process greets first, and only then does the client send its request. The child that will become the job
-answers "go", the client sends the open files, and the child answers "began". The files are sent so late because
-descriptors in the queue of a suspended process would keep pipes open for good. If anything fails before "began", the
+answers "go", the client sends the open files, and the child answers "began". The files are sent this late, because
+descriptors in the queue of a suspended process would keep pipes open forever. If anything fails before "began", the
 client starts the job cold; after "began", nothing depends on the warm process. With "began", the child sends a pidfd of
 the supervisor. The client keeps this pidfd, so that ``phalanx why PID`` finds the job by the pid of its client.
 

@@ -91,7 +91,7 @@ class Shards:
     def needs_whole(self) -> bool:
         """Return whether this rank's next step reads more of an averaged gradient than this rank's range."""
         optimizer = self._optimizer
-        own_step = vars(optimizer).get("step")  # by a scheduler, whose wrapper reads no gradients, or by the script
+        own_step = vars(optimizer).get("step")  # set by a scheduler, whose wrapper reads no gradients, or by the script
         return (
             has_hooks(optimizer)
             or (own_step is not None and getattr(own_step, "__wrapped__", None) is not type(optimizer).step)
