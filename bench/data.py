@@ -99,7 +99,7 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 class OnDemand(Records):
-    """Records that a worker loads when the rank has written a byte into a pipe, and not ahead."""
+    """Records that a worker loads only on demand: once the rank has written a byte into a pipe."""
 
     def __init__(self, num_bytes: int, num_records: int) -> None:
         super().__init__(num_bytes, num_records)
@@ -113,7 +113,7 @@ class OnDemand(Records):
         os.close(self._asked)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if self._ask >= 0:  # the worker's own end, which would keep the pipe open if the rank were killed
+        if self._ask >= 0:  # the worker's copy of this end would keep the pipe open after the rank's death
             os.close(self._ask)
             self._ask = -1
         if not os.read(self._asked, 1):

@@ -29,7 +29,7 @@ from phalanx.testing import run_ranks
 from phalanx.wire.rank_group import RankGroup
 
 _LIMIT_S = 600.0
-_ROW = 1 << 18  # elements: a sample of 1 MiB
+_ROW = 1 << 18  # number of elements in a sample of 1 MiB
 _IMAGE = 3, 224, 224
 _EPOCHS = 3
 

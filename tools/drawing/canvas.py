@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 WIDTH = 400
-_SHOWN_WIDTH = 560  # pixels, where the page has room
+_SHOWN_WIDTH = 560  # width in pixels on a page that has room
 
 INK = "#1f2328"
 GREY = "#59636e"

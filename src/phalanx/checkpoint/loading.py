@@ -197,7 +197,7 @@ def _load_best(
             continue
         restoring.restore(state)
         if memory().is_kept:
-            drop_gradients(state)  # those of the step in which another rank failed; a new process has no gradients
+            drop_gradients(state)  # they are of the step in which another rank failed; a new process has none
         if damage and ranks.rank == 0:
             warn_caller(f"{_joined(damage)}. The checkpoint of step {number} is loaded instead")
         return Loaded(number, source)

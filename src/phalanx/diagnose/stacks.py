@@ -170,7 +170,7 @@ def folder_of(pid: int) -> str:
 
 def _frame(facts: dict[str, Any], folder: str) -> Frame:
     path = facts["filename"] or facts["module"] or ""
-    if facts["module"]:  # set for native frames, to their library
+    if facts["module"]:  # set only for native frames: their library
         return Frame(facts["name"], os.path.basename(facts["module"]), 0, "native")
     owner = "" if path == "<string>" else owner_of(path)  # "<string>": code given to python -c
     shown = _LIBRARY.sub("", path) if owner else path.removeprefix(folder)

@@ -259,7 +259,7 @@ class HeldTracebacks:
         pending, self._pending = self._pending, b""
         self._is_in_backtrace = False
         self._pass(pending)
-        if self._pending:  # part of a C++ frame
+        if self._pending:  # an incomplete line of a C++ frame
             self._stream.feed(self._pending)
         self._pending = b""
         self._at_line_start = True

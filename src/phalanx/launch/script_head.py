@@ -215,7 +215,7 @@ class _Reader:
             name = alias.asname or (alias.name if is_from else alias.name.partition(".")[0])
             origin = module + alias.name
             for known in (self._os_names, self._environ_names, self._opaque_names):
-                if alias.name in known:  # comes from os, or from a module that imports it from os
+                if alias.name in known:  # the name comes from os, or from a module that imports it from os
                     known.add(name)
             if not self._binds_environment(statement, alias):
                 self._bound_names.discard(name)

@@ -83,7 +83,7 @@ class Settings:
         importlib.invalidate_caches()
         draw_anew()
         if plugin := sys.modules.get("phalanx._plugin"):
-            plugin.autoload()  # now that variables are set that the server did not have
+            plugin.autoload()  # called now, because the child's variables, which the server lacked, are set
 
 
 def _forget_server() -> None:
@@ -132,7 +132,7 @@ class Child:
         code: int = self._process._bootstrap(parent_sentinel)
         _note_imports(self._folder)
         if self._runs_exit_functions:  # a spawned process runs its exit functions; multiprocessing's forks do not
-            with contextlib.suppress(BaseException):  # errors have been printed
+            with contextlib.suppress(BaseException):  # errors have already been printed
                 atexit._run_exitfuncs()
         multiprocessing_util._flush_std_streams()  # type: ignore[attr-defined]
         return code

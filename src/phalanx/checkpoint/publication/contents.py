@@ -132,7 +132,7 @@ def _view(memory: Any, place: int, dtype: torch.dtype, shape: Sequence[int]) -> 
 
 
 def _fill(target: Tensor, source: Tensor) -> None:
-    if _is_packed(source):  # as bytes, because torch can't copy every dtype
+    if _is_packed(source):  # copied as bytes, because torch can't copy every dtype
         target, source = target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8)
         if _are_words(target) and _are_words(source):  # words of 8 bytes are copied a tenth faster
             target, source = target.view(torch.int64), source.view(torch.int64)

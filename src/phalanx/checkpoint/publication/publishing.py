@@ -123,7 +123,7 @@ class Publication:
             except ValueError as error:
                 raise ValueError(f"{self._call}: {error}") from None
             if self._record is None:
-                self._require_free()  # before anything is copied
+                self._require_free()  # checked before anything is copied
             if self._draft and not self._draft[0].loans.are_inherited and content.is_drafted(self._draft[1]):
                 self._publish_draft(content)
             else:

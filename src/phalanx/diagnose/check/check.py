@@ -78,7 +78,7 @@ def main(args: Sequence[str]) -> int:
     except UsageError as error:
         return parser.refuse(error, args)
     if resumes:
-        from phalanx.diagnose.check.resume import check_resume  # imports torch
+        from phalanx.diagnose.check.resume import check_resume  # not at the top: it imports torch
 
         return check_resume(words)
     end_on_signals()

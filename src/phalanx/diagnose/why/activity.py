@@ -251,7 +251,7 @@ def _call(look: Look, main: Thread | None, has_recorded: bool) -> Call | None:
     if found is None and main is not None and (told := _call_on(main, look)) is not None:
         is_hidden = told.is_message or (look.box is not None and any(one.kind == "call" for one in look.box.events))
         is_hidden = is_hidden and look.stand.state in _SLEEPING
-        found = told if not has_recorded or told.op in JOINING or is_hidden else None  # no box shows a wait to join
+        found = told if not has_recorded or told.op in JOINING or is_hidden else None  # no box shows a rank that joins
     return found
 
 
@@ -280,7 +280,7 @@ def _awaits(look: Look) -> bool:
     library, rest = _split(look.stacks.threads[0])
     if any(frame.owner == "phalanx" or _DISTRIBUTED.search(frame.file) for frame in library):
         return True
-    if any(frame.name == _BACKWARD for frame in library):  # computing gradients, or waiting for averages
+    if any(frame.name == _BACKWARD for frame in library):  # the thread computes gradients, or waits for averages
         return look.stand.state in _SLEEPING
     return bool(rest) and not library and ".wait(" in _source(rest[0], look.pid)
 
@@ -333,7 +333,7 @@ def _call_on(thread: Thread, look: Look) -> Call | None:
     library, rest = _split(thread)
     site = rest[0].site if rest else ""
     op = ""
-    for frame in library:  # the outermost: all_gather_object calls all_gather
+    for frame in library:  # the outermost counts, because all_gather_object, for example, calls all_gather
         if frame.file.endswith(_C10D) and not frame.name.startswith("_"):
             op = frame.name
     if not op and look.stand.state in _SLEEPING:
@@ -345,7 +345,7 @@ def _call_on(thread: Thread, look: Look) -> Call | None:
             op = "wait"
     still_s = look.stand.still_s
     polls = look.stand.call == "nanosleep" or any(frame.name == "wait_until" for frame in library)
-    if op in JOINING and polls:  # until all ranks have joined
+    if op in JOINING and polls:  # ranks poll until all have joined
         still_s = None
     return Call(op, site, since_s=still_s, since_is_least=still_s is not None) if op else None
 

@@ -86,7 +86,7 @@ def _after(doing: Activity) -> str:
     """Return the time since a rank's last operation or step, if the rank runs, or if its sleep is a lower bound."""
     after_s = doing.last.since_s if doing.last is not None else None
     what = "recorded operation"
-    if after_s is not None and doing.stepped_s is not None and doing.stepped_s < after_s:  # as in solo training
+    if after_s is not None and doing.stepped_s is not None and doing.stepped_s < after_s:  # as in training on one rank
         after_s, what = doing.stepped_s, "step"
     is_told = doing.how == "runs" or doing.since_is_least
     if after_s is None or after_s < MOMENT_S or not is_told:

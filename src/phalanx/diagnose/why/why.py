@@ -144,7 +144,7 @@ def lines_of(evidence: Evidence, finding: Finding, is_by_name: bool = False) -> 
         if ago and is_by_name:
             yield "A job that phalanx run has not started, such as one of torchrun, leaves no record when it ends."
     else:
-        if words := caution(finding):  # the first line: a caution means that there is probably no trouble at all
+        if words := caution(finding):  # shown first, because a caution means that there is probably no trouble
             yield words
         yield answer(evidence, finding)
         if job.is_elsewhere:

@@ -368,7 +368,7 @@ class Agreement:
     # ------------------------------------------------------------ what follows
 
     def decide(self, now_s: float) -> None:
-        """Do what follows from everything that has happened; called after each event and regularly."""
+        """Act on everything that has happened so far; called after each event, and at regular intervals."""
         self._now_s = self._election.now_s = now_s
         while True:
             before = (self.state, self.view, self._ranks, self._attempt.has_asked_for_port)

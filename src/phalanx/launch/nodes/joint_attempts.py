@@ -1,11 +1,11 @@
 """A job on several nodes: each supervisor follows its agent, which agrees with the other nodes' agents.
 
 **How many ranks.** Each node has its own `LocalSize`. Only the node whose rank was the cause of a failure shrinks. The
-leader chooses the cause, so a node whose rank fails does not know yet whether its failure is the cause. The leader in
-turn knows neither the progress of the node nor its MIN (of ``--nproc-per-node MIN:MAX``). So the report of a failure
-also says what follows if the leader chooses this failure as the cause: the node's next number of ranks, and whether the
-failure costs a restart. The node computes both on a copy of its `LocalSize` (see `SharedSize`), and adopts the copy if
-the next view gives the node that number of ranks. The failure of a victim changes no number of ranks.
+leader chooses the cause. So when a rank of a node fails, the node does not know yet whether this failure is the cause.
+The leader, in turn, knows neither the node's progress nor its MIN (of ``--nproc-per-node MIN:MAX``). So the report of a
+failure also says what follows if the leader chooses this failure as the cause: the node's next number of ranks, and
+whether the failure costs a restart. The node computes both on a copy of its `LocalSize` (see `SharedSize`), and adopts
+the copy if the next view gives the node that number of ranks. The failure of a victim changes no number of ranks.
 
 - ``State.num_ranks`` is the number with which a node would continue: the number in its view, unless its supervisor asks
   for more. The supervisor does so once the time of ``--regrow-after`` has passed and a snapshot has just been taken.
@@ -19,12 +19,12 @@ the next view gives the node that number of ranks. The failure of a victim chang
 
 **Endings that are not failures.**
 
-- **A planned restart** is announced in the shared memory of one host, so ranks of other hosts do not see it. When ranks
-  of a Trainer are told to end, they ask each other whether one of them knows of a planned restart; otherwise some would
-  save and others would not. A rank that ends for a planned restart leaves a note in its log folder that its exit code
-  75 is not a failure, since the rank may end before its own launcher hears of the restart. The rank raises
-  `PlannedRestart`, which a kept process survives in the same way as the failure of a peer. So when a host leaves or
-  joins, the other hosts start no new processes.
+- **A planned restart** is announced in the shared memory of one host, so ranks of other hosts do not see the
+  announcement. When ranks of a Trainer are told to end, they ask each other whether one of them knows of a planned
+  restart. Otherwise, some would save and others would not. A rank that ends for a planned restart leaves a note in its
+  log folder, which says that its exit code 75 is not a failure. The note is needed because the rank may end before its
+  own launcher hears of the restart. The rank raises `PlannedRestart`, which a kept process survives in the same way as
+  the failure of a peer. So when a host leaves or joins, the other hosts start no new processes.
 - **A preemption** of one node preempts the job on all nodes. It takes precedence over any other cause, and ends the job
   without a restart. The leader waits until all ranks have ended, for at most ``--shutdown-timeout``. The preempted node
   stays until it hears of the job's end: an early exit would count as a loss, and would stop ranks that are still

@@ -87,7 +87,7 @@ class Notices:
         for watch in filter(None, (self._watch_file if file else None, self._watch_service if url else None)):
             threading.Thread(target=watch, name="phalanx-notices", daemon=True).start()
         if file:
-            self._has_looked.wait(_LIMIT_S)  # from then on, changes are notices; a file system may hang
+            self._has_looked.wait(_LIMIT_S)  # so that any later change is noticed; limited, as a file system may hang
 
     def _watch_file(self) -> None:
         first = _stamp_of(self._file)

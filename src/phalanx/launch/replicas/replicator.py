@@ -83,7 +83,7 @@ class Replicator:
         self._holders: list[dict[str, Any]] = []
         self._wires: dict[str, Wire] = {}
         self._num_failures: dict[str, int] = {}  # failures in a row, by holder
-        self._asked_again_s: dict[str, float] = {}  # when to ask again a holder that has failed
+        self._asked_again_s: dict[str, float] = {}  # time to ask a failed holder again, by holder
         self._done: Copy | None = None
         self._has: set[str] = set()  # holders that have the snapshot that is being copied
         self._copying: Copy | None = None

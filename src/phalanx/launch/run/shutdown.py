@@ -102,7 +102,7 @@ class Shutdown:
             silent = not culprit.signal and not culprit.last_words.kind
             awaited = silent and any(rank.said_why for rank in running)
         give_up_s = self._first_failure_s + CAUSE_S
-        if self._job.max_restarts and culprit.raised and not awaited:  # others may raise this error, see `attempts`
+        if self._job.max_restarts and culprit.raised and not awaited:  # others may soon raise this error
             awaited, give_up_s = bool(running), self._first_failure_s + SAME_S
         if culprit.preempted or culprit.ended_for_restart:  # the other ranks end on their own, too
             awaited, give_up_s = True, self._first_failure_s + self._job.grace_s

@@ -71,7 +71,7 @@ class Signals:
         self.drain: Callable[[], None] | None = None
         self.announce_interrupt: Callable[[], None] | None = None
         self._stopped_at_s: float | None = None
-        self._late: int | None = None  # received after all ranks had ended
+        self._late: int | None = None  # signal received after all ranks had ended
 
     @property
     def are_ending(self) -> bool:

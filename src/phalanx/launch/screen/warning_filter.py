@@ -15,7 +15,7 @@ from phalanx.failure.tracebacks import Stream
 from phalanx.launch.deadlines import SAME_S
 
 _WARNING = re.compile(rb"^\S.*:\d+: \w*Warning: ")  # a warning of Python; a line of source code may follow
-_LOGGED = re.compile(rb"^\[[EWI]\d{4} [\d:.]+ (?:\d+ )?")  # a log line of torch's C++ code, with time, perhaps thread
+_LOGGED = re.compile(rb"^\[[EWI]\d{4} [\d:.]+ (?:\d+ )?")  # a log line of torch's C++ code: time, perhaps a thread
 
 
 @dataclasses.dataclass

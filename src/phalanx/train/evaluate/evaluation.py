@@ -106,7 +106,7 @@ class Evaluator:
         if self._is_padded or any(map(is_lazy, self._evaluated.parameters())):
             return
         if not isinstance(self._plan_for(data), Planned):
-            return  # a stream would lose a batch
+            return  # a stream would lose the batch
         tally, values = _Tally(), {}
         with random_state_kept(), _evaluating(self._model), contextlib.suppress(Exception):
             self._reset_metrics()

@@ -135,7 +135,7 @@ class DividedStep:
             or num_alike != self._ranks.world_size
             or is_sharded(self._model)
             or type(optimizer) not in ELEMENTWISE
-            or torch.get_num_threads() != 1  # with several, torch splits a parameter elsewhere: bits may differ
+            or torch.get_num_threads() != 1  # several threads would split a parameter elsewhere: bits may differ
             or has_hooks(optimizer)  # hooks would see pieces of parameters
         ):
             return []
