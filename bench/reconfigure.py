@@ -84,7 +84,7 @@ def lose_one(ranks: list[Rank], victim: Rank, uuid: int) -> list[float]:
     _form([*ranks, victim], uuid)
     for rank in ranks:
         rank.tell("handle")
-    handles = [rank.answer() for rank in ranks]  # before the death, as in a program that is prepared for it
+    handles = [rank.answer() for rank in ranks]  # asked for before the death, as a program that expects deaths would do
     for rank in ranks:
         rank.tell("lose", uuid + 1, handles)
     # random, so that the death may happen at any time between two checks of the other ranks

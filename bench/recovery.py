@@ -62,7 +62,7 @@ _TORCHRUN = "torchrun: another host is killed"
 
 
 class Case(NamedTuple):
-    """A launcher, the lost host's number and the way of its loss; `most_s` is the longest allowed pause of the job."""
+    """A launcher, which host is lost, and how; `most_s` is the longest allowed pause of the job."""
 
     launcher: str
     lost: int

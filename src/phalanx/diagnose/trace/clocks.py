@@ -50,7 +50,7 @@ def align(boxes: Sequence[Box], measured: Mapping[str, Ahead] = MappingProxyType
     """Return how the clock of each host relates to the clock of the first box's host.
 
     Args:
-        measured: Clocks of other hosts, by the host whose launcher has measured them.
+        measured: Measured clocks of other hosts; key: the host whose launcher has measured them.
     """
     hosts = {box.host: box.realtime_less_monotonic_ns for box in reversed(boxes)}
     calls = {host: _calls([box for box in boxes if box.host == host]) for host in hosts}

@@ -76,7 +76,7 @@ def _evidence_in(folder: Path) -> Evidence:
     world_size = max((one.look.box.world_size for one in seen if one.look.box), default=len(seen))
     known = logs.name.rpartition("_")[2]
     note = f"its last attempt left no record, so this is attempt {known}" * (has_record and logs != attempts[-1])
-    # The folder is made before the record is written into it.
+    # The folder is made before the record, so a folder without a record means that writing failed.
     is_unwritten = not has_record and bool(_numbered(folder, "blackbox/attempt_*"))
     lacks = "it could not be written, as on a full disk" * is_unwritten
     return Evidence(

@@ -38,6 +38,6 @@ def is_idle(thread: Thread) -> bool:
 
 
 def _loop_of(thread: Thread) -> int | None:
-    """Return the place of the frame that runs a worker's loop; None if there is none."""
+    """Return the index of the frame that runs a worker's loop; None if there is none."""
     frames = enumerate(thread.frames)
     return next((at for at, frame in frames if frame.file.endswith(_LOOP) and frame.name == "_worker_loop"), None)

@@ -14,7 +14,7 @@ run the script with `runpy` from a server. But then tracebacks would show the fr
 and pickle would not find the stand-in for ``__main__``, and ``-m``, zip files and folders would each need an imitation
 of what Python does.
 
-**In some cases a rank executes the command in a new interpreter instead:**
+**In some cases a rank executes the command (execve) instead:**
 
 - with ``--no-preload`` or ``--no-python``;
 - if the user lets OpenMP bind threads to CPUs (``OMP_PLACES`` and the like): OpenMP chooses the CPUs when torch is
@@ -191,8 +191,7 @@ def execute(command: Sequence[str]) -> Begin:
 def serve_preloaded(loaded_before: Collection[str]) -> None:
     """Import what ranks share, and serve the supervisor; return only in a rank, which then runs its script.
 
-    If a rank can't run its script as if nothing had been imported, it executes the command in a new interpreter
-    instead.
+    If a rank can't run its script as if nothing had been imported, it executes the command (execve) instead.
 
     Args:
         loaded_before: Modules that Python itself loads when it starts.

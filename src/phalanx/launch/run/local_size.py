@@ -51,7 +51,7 @@ class LocalSize:
         self._proven = 0  # if MAX ranks are being tried: the number that made progress before; otherwise 0
         self.is_trial: bool = False
         self._wait_s = job.regrow_after_s
-        self._attempt_before = newest_attempt(self._fd)  # newest attempt with snapshots here when the current one began
+        self._attempt_before = newest_attempt(self._fd)  # newest attempt with snapshots here when this attempt began
         self._steps_seen: dict[bytes, int] | None = None  # newest steps at the last check, once the wait is over
 
     @property

@@ -235,7 +235,7 @@ def _judge(
 
     Args:
         why: Answer of ``phalanx why`` about ranks that hung.
-        on_limit: Advice on the limit at which they were killed.
+        on_limit: Advice on the time limit at which hung ranks were killed.
     """
     __tracebackhide__ = True
     if result := result_of(outcomes):
