@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import warnings
@@ -44,10 +45,78 @@ def test_a_loader_goes_on_as_without_the_stop(length, world_size, batch_size, sh
         check_every_stop(lambda state, rank=rank: loop(open_loader(rank), state))
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_workers_that_load_ahead_change_nothing(persistent):
+@pytest.mark.parametrize(("batch_size", "persistent"), [(2, False), (2, True), (None, False)])
+def test_workers_that_load_ahead_change_nothing(batch_size, persistent):
     options = {"num_workers": 2, "persistent_workers": persistent, "shuffle": True}
-    check_every_stop(lambda state: loop(phalanx.DataLoader(torch.arange(7), 2, **options), state))
+    check_every_stop(lambda state: loop(phalanx.DataLoader(torch.arange(7), batch_size, **options), state))
+
+
+def test_without_batches_workers_get_the_order_of_the_epoch():
+    of_workers = []
+    for num_workers in (0, 1):
+        loader = phalanx.DataLoader(torch.arange(8), None, shuffle=True, num_workers=num_workers)
+        of_workers.append([item.item() for _ in range(2) for item in loader])
+        assert loader.state_dict()["epoch"] == 2
+    assert of_workers[0] == of_workers[1]
+    assert of_workers[0][:8] != of_workers[0][8:]
+
+
+@pytest.mark.parametrize("num_batches", [1, 4])
+def test_persistent_workers_go_on_with_the_order_that_the_global_generator_would_have_drawn(num_batches):
+    def open_loader():
+        sampler = torch_data.WeightedRandomSampler([1.0] * 8, 8)
+        return phalanx.DataLoader(range(8), 2, sampler=sampler, num_workers=1, persistent_workers=True)
+
+    state = phalanx.RandomState()
+    torch.manual_seed(3)
+    loader = open_loader()
+    for _ in loader:
+        pass
+    batches = iter(loader)
+    for _ in range(num_batches):
+        next(batches)
+    saved = loader.state_dict(), state.state_dict()
+    rest = [batch.tolist() for batch in (*batches, *loader)], torch.rand(3).tolist()
+    again = open_loader()
+    state.load_state_dict(saved[1])
+    again.load_state_dict(saved[0])
+    found = [batch.tolist() for _ in range(2 if num_batches < 4 else 1) for batch in again]
+    assert (found, torch.rand(3).tolist()) == rest
+
+
+class Unreadable(torch_data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 2:
+            raise OSError("a bad sample")
+        return index
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_batch_that_could_not_be_loaded_counts(num_workers):
+    loader = phalanx.DataLoader(Unreadable(), 2, shuffle=False, num_workers=num_workers)
+    batches = iter(loader)
+    assert next(batches).tolist() == [0, 1]
+    with pytest.raises(OSError, match="a bad sample"):
+        next(batches)
+    gc.collect()  # torch's frames keep the error, and it its workers
+    state = loader.state_dict()
+    again = phalanx.DataLoader(Unreadable(), 2, shuffle=False)
+    again.load_state_dict(state)
+    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in batches] == [[4, 5], [6, 7]]
+
+
+def test_only_the_newest_iteration_counts():
+    loader = phalanx.DataLoader(range(8), 2, shuffle=False)
+    older = iter(loader)
+    next(older)
+    loader.set_epoch(0)
+    newest = iter(loader)
+    next(newest)
+    assert len([*older]) == 3
+    assert (loader.state_dict()["epoch"], loader.state_dict()["place"]) == (0, 2)
 
 
 @settings(max_examples=NUM_RUNS)

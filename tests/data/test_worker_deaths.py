@@ -376,62 +376,53 @@ def test_an_epoch_after_one_that_was_left_begins_anew(tmp_path):
 
 
 class Texts(Dataset):
-    """Items that do not fit into a pipe."""
+    """Items that do not fit into a pipe; item 1 is there once the test opens a gate.
+
+    Args:
+        forks: Whether each worker leaves a process behind that has the worker's ends of its pipes.
+    """
+
+    def __init__(self, forks=False):
+        self._forks = forks
+        self.gate, self.end = os.pipe(), os.pipe()
 
     def __len__(self):
         return 12
 
     def __getitem__(self, index):
+        if index < 2 and self._forks and os.fork() == 0:
+            os.close(self.end[1])
+            os.read(self.end[0], 1)
+            os._exit(0)
+        if index == 1:
+            os.read(self.gate[0], 1)
         return f"{index:08}" * (1 << 17)
 
+    def close(self):
+        for fd in (*self.gate, *self.end):
+            os.close(fd)
 
-def test_a_message_that_is_cut_off_is_sent_again():
-    options = {"num_workers": 2, "worker_retries": 1, "prefetch_factor": 1, "collate_fn": list}
-    batches = iter(phalanx.DataLoader(Texts(), 1, **options))
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_message_that_is_cut_off_is_sent_again(forks):
+    data = Texts(forks)
+    options = {"num_workers": 2, "worker_retries": 1, "prefetch_factor": 1, "collate_fn": list, "timeout": 60}
+    batches = iter(phalanx.DataLoader(data, 1, **options))
     seen = [next(batches)[0][:8]]
     worker = batches._batches._workers[1]
+    os.write(data.gate[1], b"12")  # for this worker, and for the one that takes its place
     assert worker.line.results.reader.poll(60)  # it has begun to send a message, which is too long for the pipe
     os.kill(worker.pid, signal.SIGKILL)
     wait_for_death(worker.pid)
     seen += [batch[0][:8] for batch in batches]
     assert seen == [f"{index:08}" for index in range(12)]
-
-
-class ForksAtOnce(Texts):
-    """Each worker leaves a process behind that has the worker's ends of its pipes until the test closes a pipe.
-
-    Args:
-        gate: Descriptor of the pipe's reading end.
-    """
-
-    def __init__(self, gate):
-        self._gate = gate
-
-    def __getitem__(self, index):
-        if index < 2 and os.fork() == 0:
-            os.close(self._gate[1])
-            os.read(self._gate[0], 1)
-            os._exit(0)
-        return super().__getitem__(index)
-
-
-def test_a_message_that_is_cut_off_is_not_waited_for_though_a_child_of_the_worker_holds_the_pipe():
-    gate = os.pipe()
-    options = {"num_workers": 2, "worker_retries": 1, "prefetch_factor": 1, "collate_fn": list, "timeout": 60}
-    batches = iter(phalanx.DataLoader(ForksAtOnce(gate), 1, **options))
-    seen = [next(batches)[0][:8]]
-    worker = batches._batches._workers[1]
-    assert worker.line.results.reader.poll(60)
-    os.kill(worker.pid, signal.SIGKILL)
-    wait_for_death(worker.pid)
-    seen += [batch[0][:8] for batch in batches]
-    assert seen == [f"{index:08}" for index in range(12)]
-    os.close(gate[1])
-    os.close(gate[0])
+    data.close()
 
 
 def test_a_batch_that_was_on_its_way_is_lost_with_its_worker():
-    batches = iter(phalanx.DataLoader(Texts(), 1, num_workers=1, prefetch_factor=2, collate_fn=list))
+    data = Texts()
+    os.write(data.gate[1], b"1")
+    batches = iter(phalanx.DataLoader(data, 1, num_workers=1, prefetch_factor=2, collate_fn=list))
     worker = batches._batches._workers[0]
     assert worker.line.results.reader.poll(60)
     while worker.line.progress.task < 1:
@@ -441,6 +432,7 @@ def test_a_batch_that_was_on_its_way_is_lost_with_its_worker():
         next(batches)
     del batches
     gc.collect()
+    data.close()
 
 
 def test_a_killed_epoch_resumes_in_the_middle(tmp_path):
@@ -557,6 +549,15 @@ def test_a_dataset_that_takes_whole_batches_may_keep_the_indices():
 def test_persistent_workers_have_one_iterator():
     loader = phalanx.DataLoader(Whole(), num_workers=1, persistent_workers=True)
     assert iter(loader) is iter(loader)
+
+
+def test_a_stream_of_persistent_workers_begins_anew_beside_an_iterator_that_is_over():
+    loader = phalanx.DataLoader(Stream(), 2, num_workers=1, persistent_workers=True)
+    over = iter(loader)
+    assert [*over]
+    assert [*iter(loader)]
+    with pytest.raises(TypeError):
+        len(over)
 
 
 def test_a_forked_process_that_drops_the_iterator_leaves_the_workers_alone(tmp_path):

@@ -33,6 +33,7 @@ from phalanx.wire.sockets import keep_paths_short
 
 DIVIDING_LOADER = "a phalanx.DataLoader without a sampler, or one with sampler=phalanx.DistributedSampler(dataset)"
 _END = object()
+_TIMED_OUT = "DataLoader timed out"  # torch's error of a batch that may still come
 _starting = threading.RLock()
 """Held while workers are started, because a loader's attributes are other ones meanwhile."""
 
@@ -157,9 +158,11 @@ class DataLoader(torch_data.DataLoader[Any]):
         self._rank = rank
         self._results: Results | None = None  # of persistent workers
         self._position = position_of(self, rank, num_replicas)
+        self._iteration = 0  # number of the newest one, which alone counts batches
         self._num_batches = 0  # number of batches yielded in this epoch
         self._is_over = False
-        self._has_drawn = False
+        self._has_begun = False  # whether an epoch has begun in this run or before
+        self._has_drawn = False  # whether the epoch that continues has drawn its random numbers
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._remark and torch.is_grad_enabled():  # an evaluation may well use all samples on each rank
@@ -171,8 +174,9 @@ class DataLoader(torch_data.DataLoader[Any]):
             self._iterator = self._results = None  # of the persistent workers, one has died or all are elsewhere
         with random_state_kept() if self._has_drawn else contextlib.nullcontext(), self._watched_workers():
             batches = self._position.begin(self, super().__iter__)
-        self._has_drawn = False
+        self._has_begun, self._has_drawn = True, False
         self._num_batches, self._is_over = 0, False
+        self._iteration += 1
         return _Batches.of_iterator(self, batches)
 
     @contextlib.contextmanager
@@ -183,12 +187,14 @@ class DataLoader(torch_data.DataLoader[Any]):
             return
         _watch_forks()
         with _starting, handed_over(self) as forget:
-            context = self.multiprocessing_context
+            context, generator = self.multiprocessing_context, self.generator
             self.multiprocessing_context = watched = WorkersContext(self, self._rank, self.worker_retries, forget)
+            if self.persistent_workers and self._has_begun:  # undisturbed, they would have drawn their seed long ago
+                self.generator = torch.Generator().manual_seed(torch.initial_seed())
             try:
                 yield
             finally:
-                self.multiprocessing_context = context
+                self.multiprocessing_context, self.generator = context, generator
                 self._results = watched.results if self.persistent_workers else None
 
     def set_epoch(self, epoch: int) -> None:
@@ -222,7 +228,7 @@ class DataLoader(torch_data.DataLoader[Any]):
         """
         self._position.load(self, state)
         self._num_batches, self._is_over = 0, False
-        self._has_drawn = state["place"] > 0 or (self.persistent_workers and state["epoch"] > 0)
+        self._has_begun, self._has_drawn = state["epoch"] > 0, state["place"] > 0
 
 
 class _Batches:
@@ -230,6 +236,7 @@ class _Batches:
 
     def __init__(self, loader: DataLoader, batches: Any) -> None:
         self._loader, self._batches = loader, batches
+        self._iteration = 0
         batches.counted = weakref.ref(self)
 
     @classmethod
@@ -237,7 +244,9 @@ class _Batches:
         """Return the object that counts torch's iterator: of persistent workers, the same one in each epoch."""
         counted = getattr(batches, "counted", None)
         known = counted() if counted is not None else None
-        return known if known is not None else cls(loader, batches)
+        found = known if known is not None else cls(loader, batches)
+        found._iteration = loader._iteration
+        return found
 
     def __iter__(self) -> _Batches:
         return self
@@ -246,14 +255,28 @@ class _Batches:
         return len(self._batches)
 
     def __next__(self) -> Any:
-        with loading():
-            batch = next(self._batches, _END)
+        try:
+            with loading():
+                batch = next(self._batches, _END)
+        except Exception as error:
+            if not str(error).startswith(_TIMED_OUT):  # torch goes on behind a batch that could not be loaded
+                self._count()
+            raise
         if batch is _END:
-            self._loader._is_over = True
+            if self._is_newest:
+                self._loader._is_over = True
             raise StopIteration
-        self._loader._num_batches += 1
-        self._loader._position.count_batch()
+        self._count()
         return batch
+
+    def _count(self) -> None:
+        if self._is_newest:
+            self._loader._num_batches += 1
+            self._loader._position.count_batch()
+
+    @property
+    def _is_newest(self) -> bool:
+        return self._iteration == self._loader._iteration
 
 
 def _check_retries(worker_retries: int, dataset: Any) -> None:

@@ -94,11 +94,13 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
         return max(0, -(-(left - self.rank) // self.num_replicas))
 
     def __iter__(self) -> Iterator[int]:
+        # A generator: torch may ask a loader's sampler for two iterators and use one of them, so nothing happens before
+        # the first sample is taken.
         if self._is_running:
             self._begin_next_epoch()
         self._is_running, self._is_over = True, False
         self._num_taken = 0
-        return self._walk(self._order(), self._start)
+        yield from self._walk(self._order(), self._start)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; an epoch that `load_state_dict` restored continues at its place."""
