@@ -1,4 +1,4 @@
-"""Reads data from other processes: converts it to a value of a declared form, or raises an error that says why not.
+"""Converts data from other processes to values of a declared form, or raises an error that says what is wrong.
 
 Data from outside this process (an agent's line, the value of a key in a store, a file in a run's folder) may be from
 another version or another program, may be cut short, or may be made up. So no code picks fields out of parsed JSON.
@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 Shape = Any
 """Form of a value.
 
-It is a type hint (a plain type; a dataclass; ``list``, ``tuple``, ``dict`` or ``Literal`` with arguments; a union;
+A shape is a type hint (a plain type; a dataclass; ``list``, ``tuple``, ``dict`` or ``Literal`` with arguments; a union;
 ``Annotated`` with functions that check a value and return it) or one of: ``{"key": shape}``, a table with at least
 these keys; ``[shape]``, a list of any length; ``(shape, shape)``, a list of exactly these items; a function that takes
 the JSON value and returns the value to use, or raises ValueError.

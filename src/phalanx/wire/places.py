@@ -87,7 +87,7 @@ def _is_stale(path: str) -> bool:
     """Whether no process has this socket open any more; a process that has it open does not notice the check."""
     with contextlib.suppress(OSError), contextlib.closing(_socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)) as asker:
         is_made = time.time() - os.lstat(path).st_mtime > _MADE_S
-        # an open socket, which is of another type than ours, causes EPROTOTYPE instead
+        # if a process still has the socket open, the error is EPROTOTYPE, because the types differ
         return is_made and asker.connect_ex(path) == errno.ECONNREFUSED
     return False
 

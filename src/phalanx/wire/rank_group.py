@@ -15,7 +15,10 @@ _on_meeting: Callable[[], None] | None = None
 
 
 def call_when_solo(look: Callable[[], None] | None) -> None:
-    """Make a group of one rank call `look` where `gather` or `largest_of_each` would meet others; it may raise."""
+    """Make a group of one rank call `look` whenever `gather` or `largest_of_each` would otherwise meet other ranks.
+
+    `look` may raise an exception.
+    """
     global _on_meeting
     _on_meeting = look
 

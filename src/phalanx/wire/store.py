@@ -125,11 +125,11 @@ class JsonStore:
         self._clerk.dismiss()
 
     def ask(self, question: Callable[[Store], T], limit_s: float | None = None) -> T:
-        """Return the store's answer.
+        """Call `question` with the store on the thread, and return its result.
 
         Args:
-            limit_s: Seconds to wait for the answer, which follows the answers to earlier questions. None means
-                `answer_s`, or 0 if the store is silent.
+            limit_s: Seconds to wait for the result, including the time for earlier questions. None means `answer_s`, or
+                0 if the store is silent.
         """
         if self.is_gone:
             raise StoreGoneError("it has failed before")
