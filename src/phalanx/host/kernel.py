@@ -30,9 +30,11 @@ _GO_ON_AFTER_A_HALT = {
     "", "futex", "nanosleep", "poll", "select", "wait4", "waitid", "read", "write", "open", "fcntl", "flock", "fsync",
     "fdatasync",
 }  # fmt: skip
-"""System calls that the kernel restarts after a halt, see signal(7); "" stands for no call or an unknown call."""
+"""System calls that the kernel restarts after the process was halted and resumed, see signal(7); "" stands for no call
+or an unknown call.
+"""
 _LOOPS = {"pt_tcpstore_uv", "gloo_tcp_loop"}
-"""Names of threads of torch that wait for events, and wait again after a halt."""
+"""Names of torch's threads that wait for events, and that wait again after they were halted and resumed."""
 _LOCK_COMMANDS = {7, 38}  # F_SETLKW, F_OFD_SETLKW
 _WITH_DESCRIPTOR = {
     "read", "write", "fcntl", "flock", "fsync", "fdatasync", "connect", "accept", "sendto", "recvfrom", "recvmsg",
@@ -105,7 +107,7 @@ def ptrace_scope() -> int:
 
 
 def call_ended_by_a_halt(pid: int) -> str:
-    """Return a system call of a process that might end with EINTR after a short halt; empty if there is none."""
+    """Return a system call of a process that a short halt might end with EINTR; empty if there is none."""
     for thread in threads_of(pid):
         folder = f"/proc/{pid}/task/{thread}"
         call, descriptor = _call(_read(f"{folder}/syscall").split())
@@ -137,7 +139,7 @@ def _still_s(folder: str) -> float | None:
     """Return the seconds since a thread last ran, by the scheduler's clock of its last CPU; None if unknown."""
     then, cpu = _last_ran_ms(f"{folder}/sched"), _last_cpu(folder)
     now = _clock_ms(cpu) if then else 0.0
-    # Both are read again, because the thread may have run since, or have moved to another CPU, which has another clock.
+    # The CPU and the time are read again: the thread may have run since, or have moved to a CPU with another clock.
     is_same = cpu == _last_cpu(folder) and then == _last_ran_ms(f"{folder}/sched")
     return max(now - then, 0.0) / 1000 if then and now and is_same else None
 

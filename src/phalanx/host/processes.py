@@ -129,7 +129,7 @@ def open_files(pid: int | str = "self") -> dict[int, str]:
 def pss_of(pid: int) -> int | None:
     """Return a process's memory in bytes, in which each shared page is divided among its users; None if unreadable.
 
-    For this, the kernel visits all pages, under a lock for which the process may have to wait.
+    The kernel visits all pages for this, and meanwhile holds a lock for which the process may have to wait.
     """
     for line in _read(pid, "smaps_rollup").splitlines():
         if line.startswith(b"Pss:"):
