@@ -2,9 +2,9 @@
 
 ``csrc/memory/record.h`` defines the layout; a change there must be made here, too.
 
-Imports neither torch nor the core, so that a job can be inspected where it could not run. A file may hold anything, so
-a saved box is read only if it is at most twice as large as a box in memory (`GzipFile` would read trailing zeros to
-their end), and its rank is taken from its contents, not from its name.
+This module imports neither torch nor the core, so that a job can be inspected where it could not run. The file of a
+saved box may hold anything. So it is read only if it is at most twice as large as a box in memory (`GzipFile` would
+read trailing zeros to their end), and the rank is taken from the file's contents, not from its name.
 """
 
 from __future__ import annotations

@@ -66,10 +66,10 @@ def loading() -> AbstractContextManager[None]:
 
 
 def workers_needed(share: float, num_workers: int = 0) -> int:
-    """Return how many loader workers each rank needs, so that a batch is there when a step has been computed.
+    """Return how many loader workers each rank needs, so that the next batch is ready when a step has been computed.
 
     Args:
         share: Measured share of a step in which the rank waits for its data, below 1.
-        num_workers: Number of workers with which it was measured; without any, the rank itself loads.
+        num_workers: Number of workers during the measurement; 0: the rank itself loaded the data.
     """
     return math.ceil(_HEADROOM * (num_workers or share) / (1 - share))

@@ -14,7 +14,7 @@ _CHECKPOINTS = "checkpoints"
 
 
 def was_preempted(rank_folder: str) -> bool:
-    """Return whether the rank of that folder has ended as it was asked to, so that it can resume."""
+    """Return whether the rank of that folder ended because it was preempted, so that it can resume."""
     return os.path.exists(os.path.join(rank_folder, _PREEMPTED))
 
 
@@ -24,7 +24,7 @@ def has_ended_for_restart(rank_folder: str) -> bool:
 
 
 def note_preempted() -> None:
-    """Tell the supervisor that this rank has ended as it was asked to; exit code 75 alone could mean anything."""
+    """Tell the supervisor that this rank ended because it was preempted; exit code 75 alone could mean anything."""
     _note(_PREEMPTED)
 
 

@@ -1,8 +1,8 @@
 """The straggler ledger: which rank the others wait for, how long, in which phase, and whether that may be chance.
 
-The launcher (which does not import torch), the report and the commands use it. It costs 7 us for each collective that
-is read, and 34 ms for a decision over 1,000 steps of 4 ranks; so the launcher reads at most 2,000 events per second,
-and decides every 10 s. `stages` and `excess` describe the method.
+The launcher (which does not import torch), the report and the commands use the ledger. To read a collective costs 7 us;
+a decision over 1,000 steps of 4 ranks costs 34 ms. So the launcher reads at most 2,000 events per second, and decides
+every 10 s. `stages` and `excess` describe the method.
 """
 
 from __future__ import annotations
