@@ -1,8 +1,9 @@
 """Refuses to meet in a process that only imports the script again.
 
 A process that multiprocessing starts with "spawn" or "forkserver", such as a DataLoader's worker, imports the script
-before it does its work. A script without ``if __name__ == "__main__":`` then trains once more in each worker: with the
-rank's number, so that the roll call would say that two processes claim it, which is not the mistake.
+before it does its work. If the script has no ``if __name__ == "__main__":``, this import starts the training once more,
+with the rank's number. The roll call would then report that two processes claim the same rank, which would hide the
+real mistake.
 """
 
 from __future__ import annotations
