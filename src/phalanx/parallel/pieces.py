@@ -158,7 +158,8 @@ def cuts(begins: Sequence[int], numels: Sequence[int], num_shards: int, cut: int
         begins: Offsets of the tensors in the buffer, in elements.
         numels: Numbers of elements of the tensors.
         num_shards: Number of shards, at least 1; the result has ``num_shards - 1`` offsets.
-        cut: Number of elements; a tensor may be cut at multiples of it from its start. 0: cut only between tensors.
+        cut: Granularity in elements: a tensor may be cut at multiples of `cut` from its start. 0: cut only between
+            tensors.
     """
     total = sum(numels)
     places: list[int] = []

@@ -102,8 +102,8 @@ class Replica:
 
     def broadcast_buffers(self, src: int = 0) -> None:
         """Copy the buffers of rank `src` of the group to all ranks, between passes. Every rank must call this."""
-        # `data` rather than detach(), which shares the buffer's version counter: if autograd has saved a buffer,
-        # backward would fail.
+        # Not detach(): its result shares the buffer's version counter, so backward would fail if autograd has saved the
+        # buffer.
         self._broadcast([b.data for _, b in self.buffers()], src)
 
     def _broadcast(self, tensors: list[Any], src: int) -> None:

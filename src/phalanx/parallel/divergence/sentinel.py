@@ -181,9 +181,9 @@ class Sentinel:
     def _share(self) -> Fraction:
         """Return the share of all bytes to compare in this look.
 
-        From one comparison of a byte, it is less than a cycle to the last look that does not reach the byte again, and
-        at most one gap from there to the look that does. So a cycle must be shorter than `every` by the longest gap:
-        the present gap, or the longest gap that may follow, ``every / LEAST_OF_A_CYCLE``.
+        More than a cycle may pass between two comparisons of a byte: a look may end just before the byte, so that the
+        byte waits one more gap. So a cycle must be shorter than `every` by the longest gap: the present gap, or the
+        longest gap that may follow, ``every / LEAST_OF_A_CYCLE``.
         """
         most_between = max(self._num_steps, self.every // LEAST_OF_A_CYCLE)
         return Fraction(self._num_steps, max(self.every - most_between, self._num_steps))
