@@ -3,8 +3,9 @@
 pybind11 makes a Python object of each property that is read, which for ``reduceOp`` takes longer than the rest of a
 small all_reduce. So the core reads the values where they lie. The places differ between versions of torch, and
 `Layout.of` finds them by setting values and looking for them. It reads the memory through ``/proc/self/mem``, where a
-wrong address is an error and not the end of the process. If torch kept its options in another way, there would be no
-layout, and the properties would be read.
+`Layout.of` finds them by setting values and looking for them. It reads the memory through ``/proc/self/mem``, where a
+wrong address is an error and not the end of the process. If a version of torch keeps its options in another way, no
+layout is found, and the properties are read as Python objects.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import ReduceOp
 
-_MOST_BYTES = 256  # that are searched; torch's options are smaller
+_MOST_BYTES = 256  # number of bytes that are searched; torch's options are smaller
 _ABSENT = -1  # offset of a field that the options lack
 
 
@@ -59,13 +60,13 @@ _FIELDS: tuple[tuple[str, Callable[[int], Any], str, Iterable[int]], ...] = (
     ("reduceOp", lambda number: ReduceOp(ReduceOp.RedOpType(number)), "B", range(8)),
     ("rootRank", int, "q", (0x1234567, 0, -1)),
 )
-"""Name and form of each field, and the numbers that are set."""
+"""For each field: name, function that turns a number into a value, `struct` format, and numbers to set."""
 
 
 def _offset(
     memory: int, options: type, name: str, value_of: Callable[[int], Any], form: str, numbers: Iterable[int]
 ) -> int | None:
-    """Return where a field lies: at the only place that holds each of the numbers after it was set."""
+    """Return the offset of a field: the only place at which each of the numbers is found after it was set."""
     if not hasattr(options, name):
         return _ABSENT
     size = struct.calcsize(form)

@@ -1,4 +1,4 @@
-"""Storages in memory that several processes map: how torch maps, makes and counts the holders of one."""
+"""Torch's storages in shared memory: maps files as storages, counts references, and makes the storages of batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def can_share_storages() -> bool:
 
 
 def map_storage(fd: int, size_bytes: int) -> torch.UntypedStorage:
-    """Return a storage over the first bytes of a file, which torch treats as shared memory; `fd` may be closed then."""
+    """Return a storage over the first bytes of a file, as torch's shared memory; the caller may then close `fd`."""
     storage: torch.UntypedStorage = _torch.new_shared_fd(fd, size_bytes)
     return storage
 
