@@ -93,8 +93,8 @@ struct MadeCall {
   std::optional<std::uint64_t> size_bytes;  // size of a message, if its count is not known
 };
 
-/// Two sizes that contradict each other: `rank` sends `count` elements and `other` expects `other_count`, or, if `of`
-/// is not -1, the lists of these two ranks differ about the block of rank `of`.
+/// Two sizes that contradict each other. If `of` is -1, `rank` sends `count` elements but `other` expects
+/// `other_count`. Otherwise, the lists of `rank` and `other` give different sizes for the block of rank `of`.
 struct SizeDispute {
   int rank = -1;
   std::uint64_t count = 0;

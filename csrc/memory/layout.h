@@ -76,7 +76,7 @@ struct alignas(kCacheLine) Member {
   std::atomic<std::uint32_t> site_seq;  // sequence number of the collective for which `site` was last written
   std::atomic<std::uint32_t> awaits;    // a packed Awaited, set while this rank waits for its only message in flight
   SharedText site;                      // "all_reduce #42 of group 'world' at train.py:31"
-  SharedText why;                       // the error that made the rank leave; not in `site`, which peers may read now
+  SharedText why;                       // why the rank left; kept apart from `site`, which peers may be reading
 };
 
 /// Arrival of one rank at one collective: what it called, and up to 48 bytes of data. A rank alternates between two

@@ -74,13 +74,13 @@ class PeerWatch {
   mutable std::atomic<unsigned> num_looks_{0};
   mutable std::atomic<bool> is_replaced_{false};
   Fd pidfd_;
-  int error_;  // errno of pidfd_open; ESRCH: the peer had ended before the watch began; 0: pidfd_ is open or, if not,
-               // the peer lives in another pid namespace and can't be watched
+  int error_;  // errno of pidfd_open, such as ESRCH if the peer had ended before the watch began. 0: pidfd_ is open, or
+               // the peer can't be watched, because it lives in another pid namespace.
 };
 
-/// True if every rank can have a CPU of its own, so that a spinning rank takes no CPU from a peer. The cgroup quota and
-/// the affinity masks taken together must allow `num_ranks` CPUs, and each mask must have at least as many CPUs as
-/// there are ranks whose masks lie within it.
+/// True if every rank can have a CPU of its own, so that a spinning rank takes no CPU from a peer. This has two
+/// conditions. The cgroup quota and all affinity masks together must allow `num_ranks` CPUs. And each mask must have a
+/// CPU for every rank whose own mask lies within it.
 bool cpus_suffice(const Member* members, std::size_t num_ranks);
 
 }  // namespace phalanx

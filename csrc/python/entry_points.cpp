@@ -135,7 +135,8 @@ PyObject* only(PyObject* list) {
 
 bool is_empty(PyObject* list) { return PyList_Check(list) && PyList_Size(list) == 0; }
 
-/// Replaces the nested side by its only list; by an empty list on a rank that has none, because it is not the root.
+/// Replaces the nested side by its only inner list. A rank that is not the root passes no inner list: the side is then
+/// replaced by an empty list.
 bool take_out(PyObject*& side, nb::object& kept, bool is_expected) {
   if (!is_expected) {
     if (!is_empty(side)) return false;

@@ -333,8 +333,8 @@ CASE(groups_that_follow_each_other_reuse_the_memory) {
     in_threads(2, [&](int r) {
       Rank self{r, 2, segment, make_group(segment, offset, r, 2, {})};
       std::vector<float> data(100'000);
-      all_reduce(kFloat, data.size(), sum_floats())(self, data.data());  // mailboxes
-      if (r == 0) self.send(data.data(), 400'000, 1, 0);                 // a channel
+      all_reduce(kFloat, data.size(), sum_floats())(self, data.data());  // makes the mailboxes
+      if (r == 0) self.send(data.data(), 400'000, 1, 0);                 // makes a channel
       if (r == 1) self.recv(data.data(), 400'000, 0, 0);
       self.collectives().barrier(self.context());
       if (r == 0) most = blocks_of(*segment);

@@ -130,7 +130,7 @@ class Parser(argparse.ArgumentParser):
         rest = args[at].removeprefix(error.word)  # the value of a flag: =2
         meant = [f"{word}{rest}" for word in error.meant]
         right = shlex.join([*self.prog.split(), *args[:at], *meant, *args[at + 1 :]])
-        return right if right.isprintable() else ""  # shown in an escaped form, it would name another file
+        return right if right.isprintable() else ""  # an escaped form of the path would name another file
 
     def _print_message(self, message: str, file: Any = None) -> None:
         print(message, end="", file=file)  # argparse's own method ignores errors, so a closed pipe would go unnoticed

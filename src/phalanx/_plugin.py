@@ -131,5 +131,5 @@ def _create_group(options: Any, backend_options: Any, **named: Any) -> Any:
     # not `launch.rank.watch_torch`, which also records Gloo and for that needs variables that only our launchers set
     shield.watch()
     postpone_import()
-    wants_others()  # also for a group with a store of its own, for which no rendezvous has called this
+    wants_others()  # needed for a group with a store of its own, for which no rendezvous calls this
     return create_group(options, backend_options, **named)

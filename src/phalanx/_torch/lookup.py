@@ -218,7 +218,7 @@ def devices_of_new_group(own: str) -> dict[str, str]:
 
 
 def num_groups_made() -> int:
-    """Return how many groups torch has counted, for processes that join later; 0 on a torch where none can join."""
+    """Return torch's count of the groups made so far, for processes that join later; 0 if no process can join later."""
     try:
         return int(__getattr__("world").group_count)
     except ImportError:

@@ -73,7 +73,7 @@ def _disable_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load_nothing() -> None:
-    """Replace torch's worker loop if torch lacks it; no process ever runs this function."""
+    """Stand in for torch's worker loop in a torch that lacks it; no process ever runs this function."""
 
 
 class _NoError:

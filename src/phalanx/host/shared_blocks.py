@@ -259,7 +259,7 @@ def holders_of(inode: int) -> set[int]:
     found = set()
     with contextlib.suppress(OSError), open("/proc/locks") as file:
         for line in file:
-            fields = line.split()  # 1: FLOCK ADVISORY READ 315 00:01:72696 0 EOF
+            fields = line.split()  # such as: 1: FLOCK ADVISORY READ 315 00:01:72696 0 EOF
             if "FLOCK" in fields and fields[-3].rpartition(":")[2] == str(inode):
                 found.add(int(fields[-4]))
     return {pid for pid in found if pid > 0}

@@ -126,7 +126,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
                 outer.setdefault(name, value)  # the optimizer's defaults, which schedulers look for
 
     def _lay_out(self, cut: int) -> None:
-        """Move the parameters, with rank 0's values, into a buffer per dtype and device; divide each buffer among
+        """Move the parameters, with rank 0's values, into a buffer per dtype and device; divide the buffers among
         ranks.
         """
         group, share = self.process_group, self._shared

@@ -98,7 +98,7 @@ class RollCall:
         self._beat: dict[str, Any] = {}  # rank 0's last report of missing ranks
         self._num_looks = 0
         self._missing: list[int] = []
-        self._doubts = False  # whether the last look saw an end; the next look reads what was written just before
+        self._doubts = False  # whether the last look saw a rank end; the next look reads what it had just written
 
     def answer(self) -> str | None:
         """Return the prefix of the group's keys once all ranks have arrived.
@@ -147,7 +147,7 @@ class RollCall:
         return True
 
     def raise_rival(self) -> None:
-        """Raise if this store is served by a rank 0 that is another process and is alive."""
+        """Raise an error if another live process serves this store as rank 0."""
         deadline = min(self._patience.deadline, time.monotonic() + NOTE_S)
         with contextlib.suppress(StoreGoneError, StoreSilentError):  # the store may just be closing
             # The rival may listen for a moment before it has written its record.

@@ -167,7 +167,7 @@ def _await_server(asked: Asked, patience: Patience) -> None:
     try:
         _try_to_connect(asked, patience)
     except PhalanxError as error:
-        still_waits = type(error) is PhalanxError  # no rank is rank 0: ranks that look later need this rank's note, too
+        still_waits = type(error) is PhalanxError  # raised if no rank is rank 0: ranks that check later need this note
         raise
     finally:
         if launch is not None and not still_waits and launch.rank in launch.waiting():

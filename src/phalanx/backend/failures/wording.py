@@ -343,7 +343,7 @@ def _advice(failure: Failure) -> str:
 
 
 def _makes_group(failure: Failure) -> bool:
-    """Whether this rank waits in new_group, or all missing ranks do, which then wait there for ranks that wait here."""
+    """Whether this rank waits in new_group, or every missing rank waits there for the ranks that wait here."""
     if failure.op == "join":
         return join_call(failure.group) == "new_group"
     return bool(failure.standings) and all(stand.waits_in.startswith("new_group") for stand in failure.standings)

@@ -169,7 +169,7 @@ def whoami(settings: Settings) -> dict[str, Any]:
 
 
 def _kept_segments() -> dict[str, _core.Segment]:
-    """Return the segments that this process maps, by nonce; the result keeps them mapped if threads drop groups."""
+    """Return the segments that this process maps, by nonce. As long as the result exists, they stay mapped."""
     segments = [reference() for reference in _segments.valuerefs()]
     return {segment.nonce: segment for segment in segments if segment is not None}
 

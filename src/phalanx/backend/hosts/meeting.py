@@ -324,7 +324,9 @@ class Meeting:
         return first["token"] if first else ""
 
     def _if_here(self, told: dict[str, Any] | None, first: str) -> dict[str, Any] | None:
-        """Return the hello `told` if it answers no token but `first` and its writer may still run, otherwise None."""
+        """Return the hello `told` if it answers the token `first` or none, and its writer may still run; otherwise
+        None.
+        """
         if told is None or told["answers"] not in ("", first):
             return None
         return None if self._has_ended(told) else told
@@ -521,7 +523,7 @@ class Meeting:
             return
         keys = [f"0/{r}" for r in range(self.size)]
         has_gloos = self._ask(lambda: self.store.ask(lambda store: [store.check([key]) for key in keys]))
-        if not has_gloos or has_gloos[self.rank]:  # this rank's address, too: all are from an earlier Gloo group
+        if not has_gloos or has_gloos[self.rank]:  # this rank has an address, too: all are from an earlier Gloo group
             return
         here = self._ask(self._here)
         ranks = [g for r, g in enumerate(self.global_ranks) if has_gloos[r] and here is not None and r not in here]
@@ -614,7 +616,8 @@ class Meeting:
 
     def _lost_store(self, error: Exception) -> PhalanxError:
         """Return the error for a store that is gone, or raise RankFailed if the rank that served it is found dead."""
-        # Other ranks also end because the store is gone. Before all have arrived, only a dead rank 0 explains that.
+        # Ranks other than rank 0 may have ended because the store is gone. So before all have arrived, only a dead rank
+        # 0 counts as the cause.
         if self.op == "join" and not self.life:
             self.watches = {rank: watch for rank, watch in self.watches.items() if self.global_ranks[rank] == 0}
         wait_until(self.look, time.monotonic() + NOTE_S)

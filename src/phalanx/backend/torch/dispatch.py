@@ -136,7 +136,9 @@ def direct(run: Callable[..., Any], operations: Operations, args: tuple[Any, ...
 
 
 def _dispatchable(refusal: NotPlain) -> NotPlain:
-    """Return the refusal if torch's dispatcher would call this backend again; raise it if it would call Gloo."""
+    """Return the refusal if torch's dispatcher would call this backend again; raise it if the dispatcher would call
+    Gloo.
+    """
     if HAS_PYTHON_BACKENDS:
         return refusal
     raise NotPlain(f"{refusal}, or use torch 2.14 or newer, which can unwrap some of these") from None
@@ -200,7 +202,7 @@ def entry_point(operation: Operation) -> Any:
         return dispatch.unwrap(work)
 
     method = _rerunnable(named_as(name, call), entry_point, operation)
-    is_usual = getattr(Operations, run.__name__, None) is run  # and not that of a verified group
+    is_usual = getattr(Operations, run.__name__, None) is run  # false for a verified group, which runs another function
     layout = Layout.of(options) if is_usual and options is not None else None
     return method if layout is None else _core.entry_point(method, run.__name__, options, *layout)
 
