@@ -173,7 +173,7 @@ class ControlBlock {
   /// Throw if the group has ended. If rank `r` has ended or left the group, end the group and throw.
   void require_peer(const Call& call, int r, Hooks& hooks);
   /// Throw in a forked child. Call this before taking any lock: in the child, a thread that exists only in the parent
-  /// may hold a lock for ever.
+  /// may hold a lock forever.
   void require_own_process(Op op) const;
   /// The failure that ended the group, with which queued operations fail; null if no failure ended the group.
   std::shared_ptr<const Failure> ended_by();

@@ -26,7 +26,7 @@ struct Thread {
   TickClock::Instant asked;
   std::uint32_t number;  // the kernel's thread id; 0: not asked for yet
 };
-constinit thread_local Thread t_thread{};  // one struct: each access to a thread_local of a shared library is a call
+constinit thread_local Thread t_thread{};  // one struct, as each access to a thread_local of a shared library is a call
 
 /// Makes forked children stop recording, because the parent continues to write into this box.
 void forget_in_children() {

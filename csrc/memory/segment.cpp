@@ -246,7 +246,7 @@ void Segment::free(std::uint64_t offset, std::size_t bytes) noexcept {
 void Segment::hold(int rank) {
   // Open the file again: these locks (F_OFD_SETLK) belong to an open file description, and all ranks share the
   // description that was handed over. The kernel drops the lock when the process ends, so a killed rank does not stop
-  // its peers' deadlines for ever.
+  // its peers' deadlines forever.
   hold_ = Fd(open(("/proc/self/fd/" + std::to_string(fd_.get())).c_str(), O_RDWR | O_CLOEXEC));
   struct flock lock = whole_world();
   lock.l_type = F_RDLCK;  // a rank and its data-loader workers may hold the lock at once

@@ -67,8 +67,8 @@ int PointToPoint::run(Op op, void* data, Items items, int peer, std::int64_t tag
     }
     wait(request, hooks, 0);
   } catch (const Failure& failure) {
-    // Another thread may have found that the message has the wrong size or dtype. That thread does not know the line of
-    // this call.
+    // Another thread may have found that the message has the wrong size or dtype. That thread did not know the line of
+    // this call, so the line is added here.
     if (failure.kind != FailureKind::kMessageDiffers || !failure.site.empty()) throw;
     Failure located = failure;
     located.site = hooks.site();

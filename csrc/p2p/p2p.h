@@ -22,7 +22,7 @@
 namespace phalanx {
 
 /// Stands for the peer of a receive whose message may come from any rank of this group or from outside the group. If
-/// the message comes from outside, the receive is cancelled.
+/// the message comes from outside, the receive is canceled.
 constexpr int kAnyOrBeyond = -2;
 
 /// A send or receive in flight. Shared between the caller, who waits, and the thread that moves its data.

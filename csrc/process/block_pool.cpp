@@ -32,7 +32,8 @@ const char* const kThread = "rank-memory";
 /// How much memory is left below a limit, in bytes.
 struct Headroom {
   std::uint64_t limit = 0, left = 0;
-  /// True if less than an eighth of the limit is left, or less than the `kept` bytes of the pool, up to kInOneLook.
+  /// True if less than an eighth of the limit is left, or less than the pool keeps. At most kInOneLook of the `kept`
+  /// bytes count.
   bool is_short(std::uint64_t kept) const { return left < std::max(limit / 8, std::min(kept, kInOneLook)); }
 };
 

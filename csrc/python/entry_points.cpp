@@ -67,7 +67,7 @@ struct EntryPoint {
 };
 PyTypeObject* entry_point_type;
 
-// What all entry points need of torch. Kept for ever.
+// What all entry points need of torch. Kept forever.
 PyObject *is_profiling, *num_dispatch_modes;
 std::array<int, 32> reduce_codes;  // by torch's number of a reduce operation; -1 if only Python knows the operation
 PyObject* bound_method;  // the type of bound methods, which the stable ABI does not offer
@@ -220,7 +220,7 @@ PyType_Spec spec = {"phalanx._core.EntryPoint", sizeof(EntryPoint), 0,
                         Py_TPFLAGS_DISALLOW_INSTANTIATION,
                     slots};
 
-/// Makes an entry point, which lives for ever, as do the classes that have it.
+/// Makes an entry point, which lives forever, as do the classes that have it.
 nb::object make(const nb::object& method, const std::string& name, const nb::object& options, int async_op, int timeout,
                 int reduce_op, int root) {
   const auto* form = std::find_if(std::begin(kForms), std::end(kForms), [&](const Form& f) { return f.name == name; });

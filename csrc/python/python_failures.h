@@ -118,7 +118,7 @@ class StallReports {
   std::atomic<bool> closed_{false};
 };
 StallReports g_stall_reports;
-// In a forked child, a thread that exists only in the parent may hold the lock for ever, so make a new one.
+// In a forked child, a thread that exists only in the parent may hold the lock forever, so make a new one.
 const int g_fork_handler = pthread_atfork(nullptr, nullptr, [] { new (&g_stall_reports) StallReports; });
 
 }  // namespace

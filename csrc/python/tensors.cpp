@@ -41,9 +41,9 @@ constexpr std::int32_t kCpu = 1;
 enum : std::uint8_t { kInt, kUint, kFloat, kOpaque, kBfloat, kComplex, kBool };
 
 int (*describe)(void* tensor, DLTensor* out) = nullptr;
-std::vector<PyTypeObject*> tensor_types;  // kept for ever
-PyObject* strided_layout;  // kept for ever
-PyObject *int8, *uint8;  // kept for ever
+std::vector<PyTypeObject*> tensor_types;  // kept forever
+PyObject* strided_layout;  // kept forever
+PyObject *int8, *uint8;  // kept forever
 PyObject *layout, *dtype;  // names
 PyObject *is_neg, *is_conj, *storage_offset, *untyped_storage, *nbytes;  // methods, called without a look-up
 

@@ -191,7 +191,7 @@ CASE(a_second_of_small_collectives_follows_hard_on_each_other) {
   // Ranks run ahead of each other as far as the protocol allows, and use lines and stages of both parities many times.
   for (const int n : {2, 3})
     run_ranks(n, [&](Rank& self) {
-      constexpr std::size_t kCounts[] = {5, 700, 6000, 1, 6000, 700};  // line, stage, stage, line, stage, stage
+      constexpr std::size_t kCounts[] = {5, 700, 6000, 1, 6000, 700};  // in a line, a stage, a stage, and again
       std::vector<std::uint64_t> data(6000);
       const Reduction sum{1, find_reduce(Dtype::kUint64, ReduceOp::kSum)};
       for (std::uint64_t step = 0; step < 600; ++step) {

@@ -100,7 +100,7 @@ WATCHER_END_S: Final = 2.0
 """Time for a watcher's thread to end; the thread may be busy ending its group."""
 
 SETTLE_S: Final = 1.0
-"""Time for callbacks of futures that are due when the interpreter ends."""
+"""Time for the remaining callbacks of futures to run when the interpreter ends."""
 
 # ---------------------------------------------------------------- connections
 

@@ -10,10 +10,10 @@ known to one rank only: its handle is from before an earlier reconfigure, or it 
 reports the mistake in the meeting, and all ranks raise it. A reconfigure that fails after it has begun leaves the group
 without ranks; the next one may succeed.
 
-**Compared.** Gloo leaves operations of the former ranks waiting, needs the group's store alive, and notices dead
-processes only at its timeout. ``phalanx.resilient`` (`session/survival.py`) gives the lost rank's place to a new
-process and runs the training function again. It needs no handles and works with every backend, so it does not use this
-module.
+**Compared with alternatives.** Gloo's `reconfigure` leaves operations of the former ranks waiting, needs the group's
+store alive, and notices dead processes only at its timeout. ``phalanx.resilient`` (`session/survival.py`) gives the
+lost rank's place to a new process and runs the training function again. It needs no handles and works with every
+backend, so it does not use this module.
 """
 
 from __future__ import annotations

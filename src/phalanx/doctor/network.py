@@ -53,7 +53,7 @@ def _judge_choice(
 
 
 def _chosen_by_gloo(text: str, known: Sequence[Interface]) -> list[Interface]:
-    """Return the interfaces that Gloo uses: torch splits the variable's value at commas, and all names must exist."""
+    """Return the interfaces that GLOO_SOCKET_IFNAME selects: torch splits it at commas, and all names must exist."""
     names = text.split(",")
     if not {one.name for one in known} >= set(names):
         return []
@@ -61,8 +61,9 @@ def _chosen_by_gloo(text: str, known: Sequence[Interface]) -> list[Interface]:
 
 
 def _chosen_by_nccl(text: str, known: Sequence[Interface]) -> list[Interface]:
-    """Return the interfaces that NCCL uses: names are prefixes, or full names after ``=``; ``^`` excludes the
-    interfaces.
+    """Return the interfaces that NCCL_SOCKET_IFNAME selects.
+
+    Names are prefixes, or full names after ``=``; ``^`` excludes the named interfaces.
 
     Source: NCCL's user guide, NCCL_SOCKET_IFNAME.
     """

@@ -40,7 +40,7 @@ def is_in_background(pid: int) -> bool:
 
 
 def raise_descriptor_limit() -> tuple[int, int]:
-    """Raise the limit of open files, for the streams of many ranks; return the old limits, for the ranks to use."""
+    """Raise the limit on open files, for the streams of many ranks; return the old limits, which ranks are to have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -107,7 +107,7 @@ def ptrace_scope() -> int:
 
 
 def call_ended_by_a_halt(pid: int) -> str:
-    """Return a system call of a process that a short halt might end with EINTR; empty if there is none."""
+    """Return a process's system call if a short halt might end the call with EINTR; otherwise an empty text."""
     for thread in threads_of(pid):
         folder = f"/proc/{pid}/task/{thread}"
         call, descriptor = _call(_read(f"{folder}/syscall").split())

@@ -57,7 +57,7 @@ def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = No
     """Replace `tensor` by its sum over the ranks, using only ``isend`` and ``irecv``; return `tensor`.
 
     The tensor is cut into n chunks, one for each of n ranks. In each of n - 1 rounds a rank receives a chunk from its
-    left neighbour, adds its own and sends the sum on to the right. After these rounds each rank holds one chunk of the
+    left neighbor, adds its own and sends the sum on to the right. After these rounds each rank holds one chunk of the
     result, and in n - 1 more rounds these chunks travel around the ring. Each rank sends 2 (n - 1) / n times the
     tensor's size, and all ranks get the same bits. The function is meant for learning; ``dist.all_reduce`` is faster.
 

@@ -63,7 +63,7 @@ def host_groups(
     Args:
         name: Name of this rank's host. By default, two ranks share a host if they see the same host name, boot and
             network, and the launcher gave them the same ``GROUP_RANK``. Pass a name if the slow link is elsewhere, such
-            as between data centres, or to simulate several hosts on one.
+            as between data centers, or to simulate several hosts on one.
         host_backend: Backend of ``host``, such as ``"phalanx"`` in a job on Gloo; by default the job's.
         across_backend: Backend of ``across``; by default the job's.
 

@@ -133,7 +133,7 @@ class Stages:
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._states = [_Rank() for _ in boxes]
-        self._calls: dict[Call, list[Event | None]] = {}  # events by rank; calls in the order of their first end
+        self._calls: dict[Call, list[Event | None]] = {}  # each call's events by rank; ordered by the calls' first ends
         self._has_gap = True
         self._present: Event | None = None  # newest collective of the current stage: the event of the first rank
 

@@ -98,7 +98,7 @@ class RollCall:
         self._beat: dict[str, Any] = {}  # rank 0's last report of missing ranks
         self._num_looks = 0
         self._missing: list[int] = []
-        self._doubts = False  # whether the last look saw a rank end; the next look reads what it had just written
+        self._doubts = False  # whether the last look saw a rank end; the next one reads what the rank last wrote
 
     def answer(self) -> str | None:
         """Return the prefix of the group's keys once all ranks have arrived.

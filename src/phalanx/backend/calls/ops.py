@@ -64,7 +64,7 @@ class Operations(Collectives):
         self.abort_hooks = AbortHooks(name)
         self.num_messages: int = 0
         self.num_windows: int = 0
-        self._num_exchanges = 0  # `num_exchanges` on the cores that this rank has left
+        self._num_exchanges = 0  # sum of `num_exchanges` over the cores that this rank has left
         self._serve_flight()
 
     def _serve_flight(self) -> None:

@@ -20,7 +20,7 @@ class Task:
     """A running operation, with the interface of the core's handles.
 
     Args:
-        check: Function that raises if the calling thread would wait for the operation for ever.
+        check: Function that raises if the calling thread would wait for the operation forever.
 
     Attributes:
         keep: Tensors that an engine may read and write for this operation. The thread that runs the operation holds the

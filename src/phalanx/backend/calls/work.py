@@ -1,7 +1,7 @@
-"""Handles of running operations, and the threads that fulfil their futures.
+"""Handles of running operations, and the threads that fulfill their futures.
 
 Once its operation is over or this rank has left the group, a handle drops the core and keeps only the outcome, so a
-forgotten handle keeps no group alive. The threads that fulfil futures end with the last group.
+forgotten handle keeps no group alive. The threads that fulfill futures end with the last group.
 ``csrc/process/parking.h`` explains how such threads survive the end of the interpreter.
 """
 
@@ -29,12 +29,12 @@ from phalanx.wire.waiting import wait_until
 
 
 class Completer:
-    """Fulfils the futures of finished operations, in threads that start when somebody asks for a future.
+    """Fulfills the futures of finished operations, in threads that start when somebody asks for a future.
 
     The native threads never take the GIL; they push the number of a finished operation into a queue, which the
     completer's threads read. A callback of a future may wait for another future (PowerSGD's does), so there is always
     one more thread than running callbacks. Callers never take the completer's lock. If a caller held the lock, a signal
-    handler that interrupts the caller could wait for a future that the threads could not fulfil without the lock.
+    handler that interrupts the caller could wait for a future that the threads could not fulfill without the lock.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Completer:
         self._lock = threading.Lock()
 
     def expect(self, work: PhalanxWork, handle: _core.Work) -> None:
-        """Fulfil `work` once `handle` is done."""
+        """Fulfill `work` once `handle` is done."""
         number = next(self._numbers)
         self._works[number] = work
         if not self._threads:  # two callers may both start a thread; a surplus thread ends after its first work
@@ -59,7 +59,7 @@ class Completer:
         return bool(self._threads) and all(work.over for work in list(self._works.values()))
 
     def fulfil_all(self) -> None:
-        """Fulfil works whose end was not noticed, because the threads had already ended."""
+        """Fulfill works whose end was not noticed, because the threads had already ended."""
         while self._works:
             self._works.popitem()[1].fulfil()
 
@@ -67,7 +67,7 @@ class Completer:
         """End the threads, because no group is left."""
         self._queue.close()
         for thread in list(self._threads):
-            if thread is not threading.current_thread():  # a callback may have destroyed the last group
+            if thread is not threading.current_thread():  # a callback in this thread may have destroyed the last group
                 thread.join(timeout=END_S)
 
     def settle(self) -> None:
@@ -108,7 +108,7 @@ _num_forks = 0  # generations of forks between the first process and this one
 
 
 def end_threads() -> None:
-    """End the threads that fulfil futures, once no group is left; the next future starts new ones."""
+    """End the threads that fulfill futures, once no group is left; the next future starts new ones."""
     global _completer
     if _completer.may_end:
         former, _completer = _completer, Completer()
@@ -237,7 +237,7 @@ class PhalanxWork(Work):
                 return
         except Exception as failure:
             error = failure.with_traceback(None)
-        is_unheard = not handle.done  # the group ended without a notice that would fulfil the future
+        is_unheard = not handle.done  # the group ended without a notice that would fulfill the future
         self._part(error)
         if is_unheard and "_futures" in self.__dict__:
             self.fulfil()

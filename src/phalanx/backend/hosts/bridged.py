@@ -249,7 +249,7 @@ class BridgedGroup:
     def _release(self) -> bool:
         """Free the engine's threads, connections and memory, even if references remain.
 
-        Return False if the engine is busy because a call in another thread still uses it. It may stay busy for ever,
+        Return False if the engine is busy because a call in another thread still uses it. It may stay busy forever,
         because Gloo may never end a receive that a lost connection has interrupted. `leave` tries again the next time
         this process leaves a group.
         """

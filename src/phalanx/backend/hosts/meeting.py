@@ -324,9 +324,7 @@ class Meeting:
         return first["token"] if first else ""
 
     def _if_here(self, told: dict[str, Any] | None, first: str) -> dict[str, Any] | None:
-        """Return the hello `told` if it answers the token `first` or none, and its writer may still run; otherwise
-        None.
-        """
+        """Return the hello `told` if it answers the token `first` or none and its writer may still run, else None."""
         if told is None or told["answers"] not in ("", first):
             return None
         return None if self._has_ended(told) else told

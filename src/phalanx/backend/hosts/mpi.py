@@ -157,5 +157,5 @@ class MpiChannel:
 
     def drain(self, handles: Sequence[Any]) -> None:
         for handle in handles:
-            with contextlib.suppress(RuntimeError):  # the error of a cancelled request
+            with contextlib.suppress(RuntimeError):  # the error of a canceled request
                 handle.wait(timedelta(0))

@@ -155,7 +155,7 @@ class Running:
             self.failures.report_stall(self.op, self.seq, self.line(), waited_s, self.timeout_s)
 
     def look_from_outside(self) -> None:
-        """End the call once it is long overdue, because the engine may for ever block the thread that runs the call.
+        """End the call once it is long overdue, because the engine may forever block the thread that runs the call.
 
         This is called by the thread that waits for the task of this call.
         """

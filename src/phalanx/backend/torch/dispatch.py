@@ -136,9 +136,7 @@ def direct(run: Callable[..., Any], operations: Operations, args: tuple[Any, ...
 
 
 def _dispatchable(refusal: NotPlain) -> NotPlain:
-    """Return the refusal if torch's dispatcher would call this backend again; raise it if the dispatcher would call
-    Gloo.
-    """
+    """Return the refusal if torch's dispatcher would call this backend again; raise it if Gloo would be called."""
     if HAS_PYTHON_BACKENDS:
         return refusal
     raise NotPlain(f"{refusal}, or use torch 2.14 or newer, which can unwrap some of these") from None

@@ -117,7 +117,7 @@ class Reduced(Part):
 
     Attributes:
         kind: torch's reduce operation.
-        start: Index in the whole result of the first element in this rank's outputs.
+        start: Index of this rank's first element in the whole result.
     """
 
     kind: Any

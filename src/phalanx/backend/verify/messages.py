@@ -74,7 +74,7 @@ class Messages:
         self._num_received: dict[Stream, int] = {}
         self._posted: dict[int, list[Receipt]] = {}  # by tag: receives whose number is not known yet
         self._told: dict[Stream, dict[int, torch.Tensor]] = {}  # by number: messages read while looking for a later one
-        self._sending = threading.RLock()  # reentrant, like the other two: a signal handler may interrupt the holder
+        self._sending = threading.RLock()  # reentrant, like the other locks: a signal handler may interrupt a holder
         self._lock = threading.RLock()
         self._receiving = threading.RLock()
 

@@ -107,7 +107,7 @@ class Oracle:
             tasks.close()
 
     def free(self) -> None:
-        """Free the engine, unless a cancelled operation is still running: the destructor would wait for it."""
+        """Free the engine, unless a canceled operation is still running: the destructor would wait for it."""
 
         def is_over() -> bool | None:
             return self._last is None or self._last.is_completed() or None

@@ -9,7 +9,7 @@ from phalanx.wire.rank_group import RankGroup
 
 
 def active_ranks(group: dist.ProcessGroup, *, active: bool) -> list[int]:
-    """Return the ranks of the group that passed True, in order. Every rank must call this."""
+    """Return the ranks of the group that pass a true `active`, in order. Every rank must call this."""
     return [rank for rank, [is_active] in enumerate(RankGroup(group).gather_numbers([active])) if is_active]
 
 
