@@ -6,8 +6,8 @@
 namespace phalanx {
 
 void SharedText::write(const std::string& value) {
-  // An odd version means that the words are changing. The words are atomic, so a reader that notices a new version only
-  // has to read again.
+  // An odd version means that the text is changing. The text lies in atomic machine words, so a reader that notices a
+  // new version only has to read again.
   const std::uint64_t before = version.load(std::memory_order_relaxed);
   version.store(before + 1, std::memory_order_release);
   std::uint64_t fresh[kWords] = {};

@@ -202,7 +202,7 @@ def _print_any_name() -> None:
 
 
 def _encode_name(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Encode a path as its original bytes, for the program that reads it; escape characters that can't be encoded."""
+    """Encode a path as its original bytes, for programs that read our output; escape what can't be encoded."""
     try:
         return codecs.lookup_error("surrogateescape")(error)
     except UnicodeError:

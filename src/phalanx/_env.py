@@ -126,9 +126,9 @@ def raw() -> Mapping[bytes, bytes]:
 def is_rank() -> bool:
     """Whether one of our launchers started this process as a rank.
 
-    A process that a rank starts, such as a data loader's worker or a rank of torchrun, inherits the variable, but has
-    another pid. The variable is read from a copy of the environment, because `watch_reads` would treat a direct read as
-    torch's.
+    A process that a rank starts, such as a data loader's worker or a rank of torchrun, inherits `PROCESS_VARIABLE`,
+    but has another pid. The variable is read from a copy of the environment, because `watch_reads` would treat a direct
+    read as torch's.
     """
     return environment().get(PROCESS_VARIABLE) == str(os.getpid())
 

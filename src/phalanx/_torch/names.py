@@ -290,8 +290,9 @@ HOOKS_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 attributes, such a step is divided, and a hook sees only parts of the parameters."""
 PARTS_OF_SCHEDULER = "_schedulers"
 MILESTONES_OF_SCHEDULER = "_milestones"
-"""The first attribute holds the schedules within a SequentialLR or a ChainedScheduler; the second holds the steps at
-which a SequentialLR switches to the next schedule. If torch renames them, the schedules within are not checked."""
+"""`PARTS_OF_SCHEDULER` holds the schedules within a SequentialLR or a ChainedScheduler; `MILESTONES_OF_SCHEDULER` holds
+the steps at which a SequentialLR switches to the next schedule. If torch renames them, the schedules within are not
+checked."""
 SCHEDULER_COUNTERS = frozenset({"_last_lr", "_step_count", "_is_initial", "_get_lr_called_within_step"})
 """Counters that schedulers keep among their hyperparameters. If torch adds a counter, it looks like a changed
 hyperparameter, and a run refuses to resume from its own checkpoint."""

@@ -165,7 +165,7 @@ def count_gpus(environ: Mapping[str, str], root: str = "/") -> int:
 
 
 def _count_visible(chosen: str, there: int) -> int:
-    """Return how many GPUs CUDA_VISIBLE_DEVICES or the like selects; the list ends at the first entry that is no device."""
+    """Return how many GPUs a list such as CUDA_VISIBLE_DEVICES selects, up to the first entry that is no device."""
     count = 0
     for name in chosen.split(","):
         name = name.strip()

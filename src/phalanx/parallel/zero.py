@@ -265,7 +265,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
 
     @torch.no_grad()
     def _collect_state(self) -> dict[str, Any]:
-        own: dict[int, dict[str, Any]] = {}  # state by parameter; dtypes in place of tensors that are sent later
+        own: dict[int, dict[str, Any]] = {}  # state by parameter; a dtype stands for a tensor that is sent later
         for piece, shard in self._own.items():
             values = self.optim.state.get(shard, {})
             dtypes = {name: value.dtype for name, value in elementwise(values, shard).items()}

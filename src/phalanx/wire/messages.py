@@ -158,7 +158,7 @@ def _read_field(name: str, value: Any, shape: Shape) -> Any:
 def _hints(shape: Any) -> dict[str, Any]:
     """Return the forms of the fields that are read, by name.
 
-    Left out are fields marked `LOCAL`, and fields that the dataclass's constructor does not take.
+    Fields marked `LOCAL` are left out, and so are fields that the dataclass's constructor does not take.
     """
     hints = typing.get_type_hints(shape, include_extras=True)
     return {

@@ -128,7 +128,7 @@ class Collectives:
         """
         if is_profiling() and not self._in_event:
             settle = self._profiled(call.op, result if inputs is None else inputs, settle)
-        timeout = opts.timeout  # no local variable holds `self._core`: in a traceback, it would keep the core alive
+        timeout = opts.timeout  # `self._core` is in no local variable, which a traceback would keep alive
         if not opts.asyncOp:
             self._core.run(call, *at, timeout, None)
             if settle is not None:

@@ -29,7 +29,7 @@ from phalanx.wire.waiting import wait_until
 
 # The wrapper of `record.gloo` is bypassed, because its frame would keep the work alive.
 wait_for_gloo = inspect.unwrap(Work.wait)
-# Channels are made one at a time: each regards as its own all connections that are opened while it is made.
+# Channels are made one at a time: a channel takes all connections that are opened while it is made for its own.
 _making = threading.Lock()
 
 

@@ -98,7 +98,7 @@ class Messages:
         return work
 
     def recv(self, run: Callable[..., PhalanxWork], tensors: Tensors, source: int, tag: int) -> PhalanxWork:
-        """Receive with a method of `Operations`, from any rank if `source` is -1."""
+        """Receive with `run`, a method of `Operations`; receive from any rank if `source` is -1."""
         args = (tensors, tag) if source < 0 else (tensors, source, tag)
         site = call_site()
         with self._lock:
