@@ -88,6 +88,6 @@ def _error(values: Sequence[float]) -> float:
     if not squares:
         return 0.0
     repeats = sum(map(float.__mul__, off, off[1:])) / squares
-    repeats = min(0.95, max(0.0, repeats + (1 + 4 * repeats) / len(off)))  # corrects the bias of short series: Kendall 1954
+    repeats = min(0.95, max(0.0, repeats + (1 + 4 * repeats) / len(off)))  # the bias of short series: Kendall 1954
     error = math.sqrt(squares / (len(off) - 1) / len(off)) / (1 - 2 * _TRIMMED)
     return error * math.sqrt((1 + repeats) / (1 - repeats))

@@ -26,7 +26,7 @@ _HEAD_BYTES = 64
 INLINE_BYTES = _SLOT_BYTES - _HEAD_BYTES
 # Measured: up to these sizes, one step that sends whole messages is faster than two steps that send parts.
 _WHOLE_BYTES = 256 * 1024  # limit on the total that one rank sends to all other hosts
-_PAIR_BYTES = 16 << 20  # limit between two hosts, where one step sends no more bytes than two steps
+_PAIR_BYTES = 16 << 20  # limit if there are only two hosts: one step then sends no more bytes than two
 _OWN_TAGS = 1 << 30  # tags from this one on belong to collectives, smaller tags to messages
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
