@@ -28,15 +28,19 @@ class ReservedPort:
         self._socket.close()
 
 
-def port_problem(port: int) -> str | None:
-    """Return why rank 0 could not listen on `port` here, such as which process uses it; None if it could."""
+def port_problem(port: int, host: str = "") -> str | None:
+    """Return why no process can listen on `port` here, such as which process uses it; None if one can.
+
+    Args:
+        host: Name or address of this host; empty: all its addresses.
+    """
     try:
-        open_listener(port).close()  # bind() may succeed beside a listener on some kernels, but listen() on none
+        open_listener(port, host).close()  # bind() may succeed beside a listener on some kernels, but listen() on none
     except PermissionError:
         return f"port {port} needs root"
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            return f"port {port}: {error.strerror}"
+            return f"{f'address {host}' if host else f'port {port}'}: {error.strerror}"
         return f"port {port} is taken by {_owner(port) or 'a process of another user'}"
     return None
 
@@ -62,15 +66,22 @@ def bound_socket(port: int = 0) -> socket.socket:
     return _bound(socket.AF_INET, ("0.0.0.0", port))
 
 
-def open_listener(port: int) -> socket.socket:
-    """Return a socket that listens on `port` on all addresses; port 0 means any free port.
+def open_listener(port: int, host: str = "") -> socket.socket:
+    """Return a socket that listens on `port`; port 0 means any free port.
 
     If two processes call this at the same time, both may bind the port, but only one of them can listen.
 
+    Args:
+        host: Name or address of this host; empty: all its addresses.
+
     Raises:
-        OSError: The port is taken.
+        OSError: The port is taken, or there is no such host.
     """
-    listener = bound_socket(port)
+    if host:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = _bound(family, address)  # type: ignore[arg-type]
+    else:
+        listener = bound_socket(port)
     try:
         listener.listen(_BACKLOG)
     except OSError:

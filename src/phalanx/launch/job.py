@@ -58,6 +58,7 @@ class Job:
         drains: Whether the first SIGTERM takes this node out of a job of several nodes; the other nodes continue.
         grace_s: Seconds between SIGTERM and SIGKILL.
         signals: Signals that are passed on to the ranks; SIGUSR1 and SIGUSR2 do not end the job.
+        metrics: Address at which the metrics of this node are served, "host:port" or "port"; empty: they are not.
         log_dir: Folder in which the run's folder is made; empty: ``logs/<name of the script>``.
         redirects: Streams kept off the terminal, for each local rank; 1 is stdout, 2 is stderr, 3 is both.
         tees: Streams shown although redirected, for each local rank.
@@ -97,6 +98,7 @@ class Job:
     drains: bool = False
     grace_s: float = 30.0
     signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    metrics: str = ""
     log_dir: str = ""
     redirects: tuple[int, ...] = ()
     tees: tuple[int, ...] = ()

@@ -50,6 +50,7 @@ _TEXT_BYTES = 124 * 1024
 BOX_BYTES = _PAGE + 8192 * _EVENT.size + _TEXT_BYTES
 """Size of a box that this phalanx writes."""
 _MOST_SAVED_BYTES = 2 * BOX_BYTES
+_ITEM_BYTES = (4, 8, 2, 2, 1, 2, 4, 8, 1, 2, 4, 8, 1, 8, 16)  # by Dtype, see csrc/collectives/reduce.h
 _KINDS = ("", "collective", "message", "step", "phase", "note", "call")
 OPS = (
     "", "join", "barrier", "broadcast", "all_reduce", "reduce", "reduce_scatter", "all_gather", "gather", "scatter",
@@ -75,6 +76,7 @@ class Event(NamedTuple):
         seq: Number of a collective in its group, or of a step; for a message, the peer's rank in the
             group + 1; for the note of a loaded checkpoint, its step.
         value: Elements of a collective or a message; samples of a step; bytes of a note about memory.
+        dtype: Code of the elements' dtype in a collective or a message, see ``backend/types.py``.
     """
 
     number: int
@@ -87,6 +89,12 @@ class Event(NamedTuple):
     thread: int
     seq: int
     value: int
+    dtype: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the elements of a collective or a message; without arithmetic on a dtype, a byte for each element."""
+        return self.value * (_ITEM_BYTES[self.dtype] if self.dtype < len(_ITEM_BYTES) else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +202,8 @@ def read_events(slots: bytes, texts: Sequence[str], kinds: Collection[str] = ())
         is_whole = 0 < number < _BEING_WRITTEN  # otherwise the slot is empty, or its event was being written
         if is_whole and 0 < kind < len(_KINDS) and op < len(OPS) and max(text, site) < len(texts):
             ended *= ended > begun  # an end before the beginning belongs to the slot's previous event
-            yield Event(number, begun, ended, _KINDS[kind], OPS[op], texts[text], texts[site], thread, seq, value)
+            words = _KINDS[kind], OPS[op], texts[text], texts[site]
+            yield Event(number, begun, ended, *words, thread, seq, value, code >> 8)
 
 
 def _texts(data: bytes) -> Iterator[str]:

@@ -59,6 +59,13 @@ class RunFolder:
         return path
 
 
+def num_attempts(folder: str) -> int:
+    """Return how many attempts of a run have begun on this host; 0 if the folder can't be read."""
+    with contextlib.suppress(OSError):
+        return sum(name.startswith("attempt_") for name in os.listdir(folder))
+    return 0
+
+
 def _lock(path: str) -> int:
     """Lock a run's log against removal; return the descriptor of the lock, or -1 if another process holds it."""
     fd = os.open(os.path.join(path, LAUNCH_LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 from phalanx.wire.files import free_pages
 
+MEMORY_NAME = "phalanx-snapshots"
+"""Name of the memory in which snapshots lie, as ``/proc/PID/fd`` of the supervisor shows it."""
 REGION_BYTES = 1 << 36  # distance between regions; unused parts of the sparse file take no memory
 PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 MAGIC = b"phalanx2"

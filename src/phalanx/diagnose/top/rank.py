@@ -12,7 +12,7 @@ from phalanx.diagnose.top.gpu import Gpu
 from phalanx.diagnose.top.record import Activity, Recorded
 from phalanx.host.kernel import stand_of
 from phalanx.host.processes import Process, off_limits, process_of, pss_of
-from phalanx.record.box import open_box
+from phalanx.record.box import Box, open_box
 
 _IDLE_PERCENT = 3.0
 _POLL_PERCENT = 20.0  # a rank that uses less CPU than this may be polling for the others
@@ -34,6 +34,7 @@ class RankView:
         pss_bytes: Proportional memory, see `pss_of`; measured every ten seconds or less often.
         minor_faults_per_s: Page faults without I/O.
         num_helpers: Number of the rank's descendants, such as the workers of a data loader.
+        cost: Time that the rank costs the others, as a fraction of a step; 0 if it is not named as a straggler.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class RankView:
     major_faults_per_s: float | None
     num_helpers: int
     gpus: tuple[Gpu, ...]
+    cost: float = 0.0
 
 
 class Seldom:
@@ -93,12 +95,13 @@ class WatchedRank:
     Args:
         rank: Rank to watch.
         bar_s: Seconds that a bar of the step times stands for.
+        most: Largest number of events that a look decodes, see `Recorded`.
 
     Attributes:
         pss_measured_at: Time of the last `measure_pss`; 0 if there was none.
     """
 
-    def __init__(self, rank: Rank, bar_s: float) -> None:
+    def __init__(self, rank: Rank, bar_s: float, most: int = 0) -> None:
         self._rank = rank
         self._start_time = rank.process.start_time if rank.process is not None else None
         self._before: tuple[float, Process] | None = None
@@ -107,7 +110,12 @@ class WatchedRank:
         self._recorded: Recorded | None = None
         self._finding_record = Seldom(2.0, share=0.001)
         self._note = ""
-        self._bar_s = bar_s
+        self._bar_s, self._most = bar_s, most
+
+    @property
+    def news(self) -> Box | None:
+        """Box with the events that the last look has read; None if it has read nothing."""
+        return self._recorded.news if self._recorded is not None else None
 
     def takes(self, rank: Rank) -> bool:
         """Adopt new facts about this rank; return False if they are about another process."""
@@ -166,7 +174,7 @@ class WatchedRank:
             if self._recorded is None and self._finding_record.is_due():
                 with self._finding_record.measured():
                     place = open_box(pid)
-                    self._recorded = None if place is None else Recorded(*place, self._bar_s)
+                    self._recorded = None if place is None else Recorded(*place, self._bar_s, self._most)
             if self._recorded is not None:
                 self._recorded.look()
         except PermissionError:

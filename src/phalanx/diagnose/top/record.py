@@ -16,7 +16,7 @@ import time
 
 from phalanx.debugging import AT_BREAKPOINT, IN_DEBUGGER
 from phalanx.diagnose.why.activity import joining_call
-from phalanx.record.box import Event, Tail
+from phalanx.record.box import Box, Event, Tail
 
 _WINDOW_NS = 10 * 10**9
 _MOST_STEPS = 1024
@@ -106,12 +106,17 @@ class Recorded:
         fd: Open file of the box; closed by `close`.
         offset: Offset of the box in the file, in bytes.
         bar_s: Seconds that a bar of the step times stands for.
+        most: Largest number of events, of all kinds, that a look decodes; 0: all new events, but only steps.
+
+    Attributes:
+        news: Box with the events that the last look has read; None if it has read nothing.
     """
 
-    def __init__(self, fd: int, offset: int, bar_s: float) -> None:
+    def __init__(self, fd: int, offset: int, bar_s: float, most: int = 0) -> None:
         self._fd = fd
         self._offset = offset
-        self._tail = Tail(fd, offset, kinds=("step",))
+        self._tail = Tail(fd, offset, most) if most else Tail(fd, offset, kinds=("step",))
+        self.news: Box | None = None
         self._unfinished: list[Event] = []
         self.steps: Steps = Steps(bar_s)
 
@@ -121,8 +126,9 @@ class Recorded:
         Raises:
             ValueError: The box is torn.
         """
-        box = self._tail.read()
-        events = box.events if box is not None else ()
+        self.news = None
+        self.news = self._tail.read()
+        events = self.news.events if self.news is not None else ()
         for event in events:
             if event.kind == "step":
                 self.steps.add(event)

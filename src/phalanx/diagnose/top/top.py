@@ -15,6 +15,8 @@ from phalanx import _env
 from phalanx._command_line import Parser, UsageError
 from phalanx._text import complain
 from phalanx.diagnose.top.watch import FIRST_S, JobView, Watch
+from phalanx.launch.run.metrics import listen, listening_problem, words_of_metrics
+from phalanx.wire.web_server import split_address
 
 FORMAT_VERSION = 1
 _GPU_WAIT_S = 5.0
@@ -27,14 +29,19 @@ def main(args: Sequence[str]) -> int:
         given = parser.parse_args(args)
     except UsageError as error:
         return parser.refuse(error, args)
+    if given.metrics and (problem := listening_problem("--metrics", given.metrics)):
+        complain(f"phalanx top: {problem}")
+        return 2
     try:
-        watch = Watch(given.job or "", given.interval)
+        watch = Watch(given.job or "", given.interval, counts=bool(given.metrics))
     except LookupError as error:
         complain(f"phalanx top: {error}")
         return 2
     if watch.where:
         complain(f"phalanx top: {watch.where}")
     with contextlib.closing(watch):
+        if given.metrics:
+            return _serve_metrics(watch, given.metrics)
         if given.json:
             jobs = _look_twice(watch)
             print(as_json(jobs))
@@ -58,7 +65,22 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="seconds between two pictures (default: 1)"
     )
+    parser.add_argument(
+        "--metrics",
+        type=_address,
+        metavar="[HOST:]PORT",
+        help="serve metrics to Prometheus until Ctrl-C, for jobs that phalanx run has not started with --metrics",
+    )
     return parser
+
+
+def _serve_metrics(watch: Watch, address: str) -> int:
+    from phalanx.diagnose.metrics.metrics import serve_metrics  # needs the packages of the extra web
+
+    with listen(address) as listener:
+        print(words_of_metrics(listener), flush=True)
+        serve_metrics(watch, listener)
+    return 0
 
 
 def as_json(jobs: Sequence[JobView]) -> str:
@@ -71,6 +93,14 @@ def as_json(jobs: Sequence[JobView]) -> str:
         "jobs": [dataclasses.asdict(job) for job in jobs],
     }
     return json.dumps(told, indent=2)
+
+
+def _address(text: str) -> str:
+    try:
+        split_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
+    return text
 
 
 def _seconds(text: str) -> float:

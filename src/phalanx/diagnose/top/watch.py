@@ -20,10 +20,12 @@ from phalanx.diagnose.jobs import Job, find_job, find_jobs, told_where
 from phalanx.diagnose.top.gpu import Gpus
 from phalanx.diagnose.top.rank import RankView, Seldom, WatchedRank
 from phalanx.launch.screen.stragglers import StragglerWatch
-from phalanx.record.box import open_box
+from phalanx.record.box import Box, open_box
 
 FIRST_S = 0.5
 """Time between the first two looks, which are needed because rates are differences."""
+_MOST_EVENTS = 16_000  # limit for the events that a look decodes if it decodes all kinds; the newest are a sample
+_LEAST_EVENTS = 100  # at least this many events are decoded of each rank, however many ranks there are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +66,10 @@ class _Stragglers:
             self._places = [place for place in map(open_box, pids) if place is not None]
         self._watch = StragglerWatch(self._places if len(self._places) == len(pids) else (), lambda _: None)
 
-    def look(self) -> str:
+    def look(self) -> tuple[str, dict[int, float]]:
+        """Return the line about a straggler, and the cost of each rank that it names."""
         self._watch.look()
-        return self._watch.line
+        return self._watch.line, self._watch.costs
 
     def close(self) -> None:
         for fd, _ in self._places:
@@ -86,6 +89,7 @@ class Watch:
     Args:
         wanted: Job or pid to watch; empty for all jobs of this user.
         interval_s: Seconds between two looks.
+        counts: Whether each look decodes the events of all kinds, for `news_of`; PSS is then not measured.
 
     Attributes:
         where: Line about the folder of a job that was found by its name; empty if the job runs in this folder.
@@ -94,8 +98,8 @@ class Watch:
         LookupError: There is no such job, or there are several.
     """
 
-    def __init__(self, wanted: str, interval_s: float) -> None:
-        self._interval_s = interval_s
+    def __init__(self, wanted: str, interval_s: float, *, counts: bool = False) -> None:
+        self._interval_s, self._counts = interval_s, counts
         self._gpus = Gpus()
         self._ranks: dict[int, WatchedRank] = {}  # by pid
         self._only = find_job(wanted) if wanted else None
@@ -115,11 +119,17 @@ class Watch:
             with self._finding.measured():
                 self._find()
         self._gpus.look(wait_s)
-        self._measure_pss()
+        if not self._counts:
+            self._measure_pss()
         views = [self._view(job) for job in self._jobs]
         if any(view.state or any(rank.state == "gone" for rank in view.ranks) for view in views):
             self._finding.hasten(1.0)
         return views
+
+    def news_of(self, pid: int) -> Box | None:
+        """Return the events of a rank that the last look has read; None if it has read nothing."""
+        watched = self._ranks.get(pid)
+        return watched.news if watched is not None else None
 
     def close(self) -> None:
         self._gpus.close()
@@ -139,7 +149,8 @@ class Watch:
         for pid, rank in found.items():
             watched = self._ranks.get(pid)
             if watched is None or not watched.takes(rank):
-                self._ranks[pid] = WatchedRank(rank, self._interval_s)
+                most = max(_LEAST_EVENTS, _MOST_EVENTS // len(found)) if self._counts else 0
+                self._ranks[pid] = WatchedRank(rank, self._interval_s, most)
         for pid in self._ranks.keys() - found.keys():
             self._ranks.pop(pid).close()
         for pids in [pids for pids in self._stragglers if not found.keys() >= {*pids}]:
@@ -154,8 +165,8 @@ class Watch:
             with self._measuring_pss.measured():
                 min(self._ranks.values(), key=lambda rank: rank.pss_measured_at).measure_pss()
 
-    def _straggler(self, job: Job) -> str:
-        """Return the line about a straggler; empty if there is none."""
+    def _straggler(self, job: Job) -> tuple[str, dict[int, float]]:
+        """Return the line about a straggler, empty if there is none, and the cost of each rank that it names."""
         pids = tuple(rank.pid for rank in job.ranks if rank.process is not None)
         if pids not in self._stragglers:
             self._stragglers[pids] = _Stragglers(pids)
@@ -163,6 +174,8 @@ class Watch:
 
     def _view(self, job: Job) -> JobView:
         living = [rank.process for rank in job.ranks if rank.process is not None]
+        line, costs = self._straggler(job)
+        looks = [self._ranks[rank.pid].look(self._gpus.of(rank.pid)) for rank in job.ranks]
         return JobView(
             name=job.name,
             launcher=job.launcher,
@@ -171,6 +184,6 @@ class Watch:
             seconds=min(living, key=lambda process: process.start_time).age_s if living else None,
             folder=job.folder,
             state=job.state,
-            straggler=self._straggler(job) or (job.straggler and f"phalanx run has said: {job.straggler}"),
-            ranks=[self._ranks[rank.pid].look(self._gpus.of(rank.pid)) for rank in job.ranks],
+            straggler=line or (job.straggler and f"phalanx run has said: {job.straggler}"),
+            ranks=[dataclasses.replace(look, cost=costs.get(look.rank, 0.0)) for look in looks],
         )

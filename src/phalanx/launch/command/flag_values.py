@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx._env import is_off, is_on, replaces_gloo, verifies_every
+from phalanx.wire.web_server import split_address
 
 PROVIDERS = ("aws", "gcp", "azure")
 """Cloud providers whose preemption notices `launch.nodes.notices` can read."""
@@ -106,6 +107,12 @@ def num_ranks(text: str) -> int | str | tuple[int, int | str]:
 
 def port_or_nothing(text: str) -> int:
     return int(number(int, 0, "a port from 0 to 65535", most=65535)(text)) if text else 0
+
+
+def address_or_nothing(text: str) -> str:
+    if text:
+        split_address(text)
+    return text
 
 
 _SECONDS = {"timeout", "join_timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt"}

@@ -227,6 +227,13 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "SECONDS",
             "60",
         ),
+        Flag(
+            "metrics",
+            "serve the metrics of this node's ranks to Prometheus, on loopback unless HOST says otherwise; 0: on a "
+            "free port",
+            parse.address_or_nothing,
+            "[HOST:]PORT",
+        ),
         Flag("dry-run", "print what would be done, and where each value comes from", parse.switch),
     ),
 }

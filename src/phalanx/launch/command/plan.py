@@ -134,6 +134,7 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
         drain_url=value["drain-url"],
         grace_s=value["shutdown-timeout"],
         signals=value["signals-to-handle"],
+        metrics=value["metrics"],
         log_dir=value["log-dir"],
         redirects=_by_rank("redirects", value["redirects"], num_ranks),
         tees=_by_rank("tee", value["tee"], num_ranks),

@@ -15,6 +15,7 @@ from phalanx.launch.command.flag_parser import hint_for_flags
 from phalanx.launch.command.neighbors import RUN, Claim, Presence, crowding
 from phalanx.launch.job import MESSAGE_COLUMNS, Job
 from phalanx.launch.run.attempts import run_on_this_node
+from phalanx.launch.run.metrics import listening_problem, serving_metrics
 from phalanx.launch.run.shutdown import PREEMPTED
 from phalanx.launch.run.supervisor import Supervisor
 from phalanx.record.run_folder import RunFolder
@@ -39,6 +40,9 @@ def run(job: Job, spare: Spare | None = None) -> int:
     if job.served_port and (problem := port_problem(job.served_port)):
         complain(f"phalanx run: {problem}; {port_advice(job.max_nodes)}")
         return 1
+    if job.metrics and (problem := listening_problem("--metrics", job.metrics)):
+        complain(f"phalanx run: {problem}")
+        return 1
     open_streams()
     if problem := descriptor_problem(job.num_local_ranks):
         complain(f"phalanx run: {problem}")
@@ -54,7 +58,8 @@ def run(job: Job, spare: Spare | None = None) -> int:
             supervisor.say(line)
         for line in filled(crowding(claim, presence.others), MESSAGE_COLUMNS):
             supervisor.say(line)
-        return _run_attempts(supervisor, job)
+        with serving_metrics(supervisor, job.metrics):
+            return _run_attempts(supervisor, job)
 
 
 def _claim(job: Job) -> Claim:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from phalanx import _env
 from phalanx._text import named
+from phalanx.checkpoint.memory.layout import MEMORY_NAME
 from phalanx.failure.ending import Ending, find_culprit, read_stderr
 from phalanx.failure.ends import save_ends, save_reason
 from phalanx.host.block_pool import of_rank
@@ -79,7 +80,7 @@ class Supervisor:
         adopt_orphans()  # in order to end the children of a forker that is killed
         self._descriptors = raise_descriptor_limit()
         self.events.catch((*self._job.signals, *HARMLESS))
-        self.snapshots_fd = unnamed_file("phalanx-snapshots")  # keeps the ranks' snapshots for the next attempt
+        self.snapshots_fd = unnamed_file(MEMORY_NAME)  # keeps the ranks' snapshots for the next attempt
         self._shared_fd = unnamed_file("phalanx-dataset")  # keeps what ranks share for the next attempt, too
         self._boxes = BoxMemory(self._job.num_local_ranks)  # where ranks record what they do
         self._notes = Notes()

@@ -31,6 +31,7 @@ class StragglerWatch:
 
     Attributes:
         line: Current summary, if a rank costs the others too much; otherwise "".
+        costs: Cost of each rank that costs the others too much, by rank, as a fraction of a step.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class StragglerWatch:
         most = max(_LEAST_EVENTS, _MOST_EVENTS // max(1, len(places)))
         self._tails = [Tail(fd, offset, most) for fd, offset in places]
         self.line = ""
+        self.costs: dict[int, float] = {}
         self._say, self._now_s = say, now_s
         self._ledger: Ledger | None = None
         self._next_s = self._judge_s = now_s() + _JUDGE_S
@@ -79,7 +81,8 @@ class StragglerWatch:
             return
         self._judge_s = now_s + _JUDGE_S
         summary = ledger.summary()
-        named = sorted(account.rank for account in summary.named if account.cost >= _LEAST_COST)
+        self.costs = {one.rank: one.cost for one in summary.named if one.cost >= _LEAST_COST}
+        named = sorted(self.costs)
         self.line = str(summary) if named else ""
         if named != self._named:
             self._named, self._since_s = named, now_s

@@ -49,7 +49,8 @@ RECORDED = {"data": "load data"}
 WORKERS = "loader workers"
 """Topic of a run's origin: number of processes that load the data of each rank."""
 
-_NAME = "metrics.jsonl"
+NAME = "metrics.jsonl"
+"""Name of the file in the folder of a run."""
 _TAIL_BYTES = 1 << 20  # bytes read from the end: enough for the last record, however many ranks there are
 _END_OF_TIME_S = 253_402_300_800.0  # the year 10000, beyond which time.gmtime fails to format
 _MAX_COUNT = 2**53  # every step up to here is exact as a float
@@ -71,7 +72,7 @@ class MetricsLog:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        path = Path(folder, _NAME)
+        path = Path(folder, NAME)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         with contextlib.suppress(OSError):  # the file system may have no locks
@@ -115,17 +116,43 @@ def read_metrics(folder: str | Path) -> list[Record]:
         >>> [record["kind"] for record in phalanx.train.read_metrics("runs/example")]
         ['start', ...'end']
     """
-    path = Path(folder, _NAME)
+    path = Path(folder, NAME)
     try:
         with open_regular(path) as file:
             return _parse(file.read())
     except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"no {_NAME} in {str(folder)!r}: name the folder of a run") from None
+        raise FileNotFoundError(f"no {NAME} in {str(folder)!r}: name the folder of a run") from None
+
+
+class MetricsTail:
+    """Reads the records that have been written since the last read.
+
+    Args:
+        folder: Folder of the run.
+        most_bytes: Largest number of bytes that one read takes; older records are left out.
+    """
+
+    def __init__(self, folder: str | Path, most_bytes: int = _TAIL_BYTES) -> None:
+        self._path, self._most_bytes, self._at = Path(folder, NAME), most_bytes, 0
+
+    def read(self) -> list[Record]:
+        """Return the new records, without a last line that is still being written.
+
+        Raises:
+            OSError: The file can't be read.
+        """
+        with open_regular(self._path) as file:
+            size = file.seek(0, os.SEEK_END)
+            self._at = max(self._at if self._at <= size else 0, size - self._most_bytes)
+            file.seek(self._at)
+            lines = file.read(self._most_bytes).rpartition(b"\n")[0]
+        self._at += len(lines) + bool(lines)
+        return _parse(lines)
 
 
 def is_being_written(folder: str | Path) -> bool:
     """Return whether a process has the log open, on this host or on a host that shares file locks with it."""
-    with contextlib.suppress(OSError), open_regular(Path(folder, _NAME)) as file:
+    with contextlib.suppress(OSError), open_regular(Path(folder, NAME)) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
