@@ -202,8 +202,8 @@ def read_events(slots: bytes, texts: Sequence[str], kinds: Collection[str] = ())
         is_whole = 0 < number < _BEING_WRITTEN  # otherwise the slot is empty, or its event was being written
         if is_whole and 0 < kind < len(_KINDS) and op < len(OPS) and max(text, site) < len(texts):
             ended *= ended > begun  # an end before the beginning belongs to the slot's previous event
-            words = _KINDS[kind], OPS[op], texts[text], texts[site]
-            yield Event(number, begun, ended, *words, thread, seq, value, code >> 8)
+            names = _KINDS[kind], OPS[op], texts[text], texts[site]
+            yield Event(number, begun, ended, *names, thread, seq, value, code >> 8)
 
 
 def _texts(data: bytes) -> Iterator[str]:
