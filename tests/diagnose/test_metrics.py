@@ -187,6 +187,14 @@ def test_promtool_finds_no_fault_in_the_alerts_the_configuration_and_the_metrics
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_guide_names_all_metrics_and_no_others(language):
+    guide = (EXAMPLES.parents[1] / "docs" / language / "guides" / "clusters" / "metrics.md").read_text()
+    named = {*re.findall(r"`(phalanx_\w+)`", guide)}
+    kinds = {"counter": "_total", "info": "_info"}
+    assert named == {name + kinds.get(family.kind(name, "").type, "") for name, family in FAMILIES.items()}
+
+
 def test_the_endpoint_survives_a_rank_and_tells_that_it_is_gone(tmp_path):
     source = """
         import torch.distributed as dist
