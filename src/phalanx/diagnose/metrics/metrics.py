@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class JobMetrics:
                 self._totals.setdefault(rank.rank, Totals()).add(news)
             _add_rank(rank, place, found)
         self._add_totals(job.ranks, place, found)
-        self._add_logged([rank.pid for rank in job.ranks], place, found)
+        self._add_logged([rank.pid for rank in job.ranks[:1]], place, found)
         if job.folder:
             _add_losses(job.folder, place, found)
         with contextlib.suppress(OSError):
@@ -174,22 +174,37 @@ class Jobs(Collector):
                 self._jobs[key].add(view, self._watch, found)
         return iter(found)
 
+    def compare(self) -> None:
+        """Find stragglers, for the next scrape: that takes longer than all else in a scrape."""
+        with self._lock:
+            self._watch.compare()
+
     def _name(self, name: str, pid: int) -> str:
         """Return a name that no other job has: two jobs may run the same script."""
         return f"{name} ({pid})" if name in {job.name for job in self._jobs.values()} else name
 
 
+class _Answer:
+    """The parts of an answer; the server calls `close` after it has sent them."""
+
+    def __init__(self, parts: Iterable[bytes], close: Callable[[], None]) -> None:
+        self._parts, self.close = parts, close
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._parts)
+
+
 def serve_metrics(watch: Watch, listener: socket.socket) -> None:
     """Answer scrapes at ``/metrics`` until this process ends."""
-    registry = CollectorRegistry()
-    registry.register(Jobs(watch))
+    registry, jobs = CollectorRegistry(), Jobs(watch)
+    registry.register(jobs)
     answer = make_wsgi_app(registry)
 
     def app(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
         if environ["PATH_INFO"] != "/metrics" or environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             start("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
             return [b"The metrics are at /metrics.\n"]
-        return answer(environ, start)
+        return _Answer(answer(environ, start), jobs.compare)
 
     serve(app, listener, num_threads=2)
 

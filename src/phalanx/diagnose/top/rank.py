@@ -196,6 +196,8 @@ class WatchedRank:
             return activity
         if process.state == "D":
             return Activity("waiting", "for a disk or the like")
+        if self._most:  # what the kernel and the last call tell would take a look at all ranks four times as long
+            return Activity("computing" if (cpu_percent or 0.0) >= _IDLE_PERCENT else "waiting")
         asleep = self._recorded.asleep() if self._recorded is not None else None
         stand = stand_of(self._rank.pid) if process.state == "S" else None
         if asleep is None and stand is not None and stand.call == "nanosleep" and (cpu_percent or 0.0) < _POLL_PERCENT:

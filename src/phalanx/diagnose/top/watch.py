@@ -24,8 +24,8 @@ from phalanx.record.box import Box, open_box
 
 FIRST_S = 0.5
 """Time between the first two looks, which are needed because rates are differences."""
-_MOST_EVENTS = 16_000  # limit for the events that a look decodes if it decodes all kinds; the newest are a sample
-_LEAST_EVENTS = 100  # at least this many events are decoded of each rank, however many ranks there are
+_MOST_EVENTS = 4_000  # limit for the events that a look decodes if it decodes all kinds; the newest are a sample
+_LEAST_EVENTS = 50  # at least this many events are decoded of each rank, however many ranks there are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +66,19 @@ class _Stragglers:
             self._places = [place for place in map(open_box, pids) if place is not None]
         self._watch = StragglerWatch(self._places if len(self._places) == len(pids) else (), lambda _: None)
 
-    def look(self) -> tuple[str, dict[int, float]]:
-        """Return the line about a straggler, and the cost of each rank that it names."""
+    def look(self) -> None:
+        """Compare the ranks, if a second has passed since the last look."""
         self._watch.look()
-        return self._watch.line, self._watch.costs
+
+    @property
+    def line(self) -> str:
+        """Line about a straggler; empty if there is none."""
+        return self._watch.line
+
+    @property
+    def costs(self) -> dict[int, float]:
+        """Cost of each rank that the line names."""
+        return self._watch.costs
 
     def close(self) -> None:
         for fd, _ in self._places:
@@ -89,7 +98,8 @@ class Watch:
     Args:
         wanted: Job or pid to watch; empty for all jobs of this user.
         interval_s: Seconds between two looks.
-        counts: Whether each look decodes the events of all kinds, for `news_of`; PSS is then not measured.
+        counts: Whether each look decodes the events of all kinds, for `news_of`. PSS is then not measured, ranks are
+            compared only by `compare`, and a rank that is in no recorded operation is only known to compute or not.
 
     Attributes:
         where: Line about the folder of a job that was found by its name; empty if the job runs in this folder.
@@ -121,10 +131,17 @@ class Watch:
         self._gpus.look(wait_s)
         if not self._counts:
             self._measure_pss()
+        if not self._counts:
+            self.compare()
         views = [self._view(job) for job in self._jobs]
         if any(view.state or any(rank.state == "gone" for rank in view.ranks) for view in views):
             self._finding.hasten(1.0)
         return views
+
+    def compare(self) -> None:
+        """Compare the ranks of each job, for the stragglers that the next look tells."""
+        for job in self._jobs:
+            self._compared(job).look()
 
     def news_of(self, pid: int) -> Box | None:
         """Return the events of a rank that the last look has read; None if it has read nothing."""
@@ -165,16 +182,15 @@ class Watch:
             with self._measuring_pss.measured():
                 min(self._ranks.values(), key=lambda rank: rank.pss_measured_at).measure_pss()
 
-    def _straggler(self, job: Job) -> tuple[str, dict[int, float]]:
-        """Return the line about a straggler, empty if there is none, and the cost of each rank that it names."""
+    def _compared(self, job: Job) -> _Stragglers:
         pids = tuple(rank.pid for rank in job.ranks if rank.process is not None)
         if pids not in self._stragglers:
             self._stragglers[pids] = _Stragglers(pids)
-        return self._stragglers[pids].look()
+        return self._stragglers[pids]
 
     def _view(self, job: Job) -> JobView:
         living = [rank.process for rank in job.ranks if rank.process is not None]
-        line, costs = self._straggler(job)
+        stragglers = self._compared(job)
         looks = [self._ranks[rank.pid].look(self._gpus.of(rank.pid)) for rank in job.ranks]
         return JobView(
             name=job.name,
@@ -184,6 +200,6 @@ class Watch:
             seconds=min(living, key=lambda process: process.start_time).age_s if living else None,
             folder=job.folder,
             state=job.state,
-            straggler=line or (job.straggler and f"phalanx run has said: {job.straggler}"),
-            ranks=[dataclasses.replace(look, cost=costs.get(look.rank, 0.0)) for look in looks],
+            straggler=stragglers.line or (job.straggler and f"phalanx run has said: {job.straggler}"),
+            ranks=[dataclasses.replace(look, cost=stragglers.costs.get(look.rank, 0.0)) for look in looks],
         )
