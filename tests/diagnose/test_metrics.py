@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.checkpoint.memory import layout
+from phalanx.diagnose.snapshots import held_in
 from phalanx.diagnose.top.watch import Watch
 from phalanx.failure.ending import Ending
 from phalanx.failure.losses import Loss, save_loss
@@ -355,7 +356,7 @@ def test_replicas_are_told(monkeypatch):
     layout.want_replicas(fd, 2)
     layout.note_copied(fd, layout.Copied(0, 30, 1, 5))
     found = Families()
-    metrics.JobMetrics("train.py")._add_snapshots(f"/proc/self/fd/{fd}", ("train.py", "host"), found)
+    metrics.JobMetrics("train.py")._add_snapshots(held_in(f"/proc/self/fd/{fd}"), ("train.py", "host"), found)
     os.close(fd)
     samples = {sample.name: sample.value for family in found for sample in family.samples}
     assert samples == {"phalanx_replicas_wanted": 2, "phalanx_replicas": 1, "phalanx_replicated_step": 30}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import socket
 import sys
 import threading
@@ -18,14 +16,13 @@ from prometheus_client.registry import Collector
 
 import phalanx
 from phalanx import _env
-from phalanx.checkpoint.memory import layout
 from phalanx.diagnose.metrics.families import Families
 from phalanx.diagnose.metrics.totals import BOUNDS_S, Totals
+from phalanx.diagnose.snapshots import Held, held_by
 from phalanx.diagnose.top.rank import RankView
 from phalanx.diagnose.top.watch import JobView, Watch
 from phalanx.diagnose.training import Training
 from phalanx.failure.losses import load_losses
-from phalanx.record.box import memories_of
 from phalanx.record.run_folder import num_attempts
 from phalanx.train.report.metrics import numbers_of
 from phalanx.wire.web_server import serve
@@ -64,9 +61,7 @@ class JobMetrics:
         self._add_logged([rank.pid for rank in job.ranks[:1]], place, found)
         if job.folder:
             _add_losses(job.folder, place, found)
-        with contextlib.suppress(OSError):
-            for path in memories_of(job.launcher_pid, layout.MEMORY_NAME) if job.launcher_pid else ():
-                self._add_snapshots(path, place, found)
+        self._add_snapshots(held_by(job.launcher_pid), place, found)
 
     def _add_totals(self, ranks: Sequence[RankView], place: tuple[str, str], found: Families) -> None:
         for number, totals in self._totals.items():
@@ -102,23 +97,17 @@ class JobMetrics:
             found.add("phalanx_checkpoint_step", place, self._saved[0])
             found.add("phalanx_checkpoint_timestamp_seconds", place, self._saved[1])
 
-    def _add_snapshots(self, path: str, place: tuple[str, str], found: Families) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            head = max(layout.common_heads(fd), key=lambda head: (head.attempt, head.step), default=None)
-            copied, num_wanted = layout.last_copied(fd), layout.wanted_replicas(fd)
-        finally:
-            os.close(fd)
-        if head is not None:
-            if self._snapshot != (head.attempt, head.step):
-                self._snapshot, self._snapshot_s = (head.attempt, head.step), time.monotonic()
-            found.add("phalanx_snapshot_step", place, head.step)
+    def _add_snapshots(self, held: Held, place: tuple[str, str], found: Families) -> None:
+        if (newest := held.newest) is not None:
+            if self._snapshot != (newest.attempt, newest.step):
+                self._snapshot, self._snapshot_s = (newest.attempt, newest.step), time.monotonic()
+            found.add("phalanx_snapshot_step", place, newest.step)
             found.add("phalanx_snapshot_timestamp_seconds", place, _time_of(self._snapshot_s))
-            found.add("phalanx_snapshot_size_bytes", place, head.size_bytes)
-        if num_wanted:
-            found.add("phalanx_replicas_wanted", place, num_wanted)
-            found.add("phalanx_replicas", place, copied.num_replicas if copied is not None else 0)
-            found.add("phalanx_replicated_step", place, copied.step if copied is not None else None)
+            found.add("phalanx_snapshot_size_bytes", place, newest.size_bytes)
+        if held.num_wanted:
+            found.add("phalanx_replicas_wanted", place, held.num_wanted)
+            found.add("phalanx_replicas", place, held.copied.num_replicas if held.copied is not None else 0)
+            found.add("phalanx_replicated_step", place, held.copied.step if held.copied is not None else None)
 
 
 def _add_rank(rank: RankView, place: tuple[str, str], found: Families) -> None:

@@ -16,10 +16,13 @@ from phalanx._command_line import Parser, UsageError
 from phalanx._text import complain
 from phalanx.diagnose.top.watch import FIRST_S, JobView, Watch
 from phalanx.launch.run.metrics import listen, listening_problem, words_of_metrics
-from phalanx.wire.web_server import split_address
+from phalanx.wire.web_server import is_loopback, split_address, url_of
 
 FORMAT_VERSION = 1
 _GPU_WAIT_S = 5.0
+_WHO_READS = (
+    "\nWhoever has this address can read names, logs and stacks of these jobs; they cross the network unencrypted."
+)
 
 
 def main(args: Sequence[str]) -> int:
@@ -29,9 +32,10 @@ def main(args: Sequence[str]) -> int:
         given = parser.parse_args(args)
     except UsageError as error:
         return parser.refuse(error, args)
-    if given.metrics and (problem := listening_problem("--metrics", given.metrics)):
-        complain(f"phalanx top: {problem}")
-        return 2
+    for flag, address in (("--metrics", given.metrics), ("--web", given.web)):
+        if address and (problem := listening_problem(flag, address)):
+            complain(f"phalanx top: {problem}")
+            return 2
     try:
         watch = Watch(given.job or "", given.interval, counts=bool(given.metrics))
     except LookupError as error:
@@ -42,6 +46,8 @@ def main(args: Sequence[str]) -> int:
     with contextlib.closing(watch):
         if given.metrics:
             return _serve_metrics(watch, given.metrics)
+        if given.web:
+            return _serve_pages(watch, given.web, given.interval)
         if given.json:
             jobs = _look_twice(watch)
             print(as_json(jobs))
@@ -71,7 +77,26 @@ def make_parser() -> Parser:
         metavar="[HOST:]PORT",
         help="serve metrics to Prometheus until Ctrl-C, for jobs that phalanx run has not started with --metrics",
     )
+    parser.add_argument(
+        "--web",
+        type=_address,
+        nargs="?",
+        const="0",
+        metavar="[HOST:]PORT",
+        help="serve a live page for browsers until Ctrl-C (default: on loopback, on a free port)",
+    )
     return parser
+
+
+def _serve_pages(watch: Watch, address: str, interval_s: float) -> int:
+    from phalanx.diagnose.web.web import new_token, serve_pages  # needs the packages of the extra web
+
+    token = new_token()
+    with listen(address) as listener:
+        others = "" if is_loopback(listener.getsockname()[0]) else _WHO_READS
+        print(f"{url_of(listener, f'/{token}/')}{others}", flush=True)
+        serve_pages(watch, interval_s, listener, token)
+    return 0
 
 
 def _serve_metrics(watch: Watch, address: str) -> int:

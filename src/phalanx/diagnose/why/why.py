@@ -60,7 +60,7 @@ def main(args: Sequence[str]) -> int:
     )
     try:
         given = parser.parse_args(args)
-        evidence, finding = _examine(given.job)
+        evidence, finding = examine(given.job)
     except UsageError as error:
         return parser.refuse(error, args)
     except (LookupError, OSError) as error:
@@ -78,7 +78,7 @@ def main(args: Sequence[str]) -> int:
     return 0
 
 
-def _examine(wanted: str) -> tuple[Evidence, Finding]:
+def examine(wanted: str) -> tuple[Evidence, Finding]:
     """Return the evidence about what a user asks for, and the finding.
 
     Raises:

@@ -11,7 +11,7 @@ import signal
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,15 @@ from phalanx.train.report.metrics import (
     resumed_at,
     without_undone,
 )
+from phalanx.train.report.page import page, section, style, table, tiles
 from phalanx.train.report.plots import Point, number
 from phalanx.train.settings import mode_of
 from phalanx.wire.files import write_whole
 
 _NO_METRIC = ("time", "kind", "attempt", "step", "epoch")
-# Control characters: they are invalid in HTML, and some move a terminal's cursor.
-_CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd")
 _MAX_RANKS = 16  # number of bars; if there are more ranks, the slowest are shown
 _MOST_WORKERS = 1000  # beyond which a record is not believed
-_TITLES = {"loss": "Training loss", "lr": "Learning rate", "samples_per_s": "Samples per second",
+TITLES = {"loss": "Training loss", "lr": "Learning rate", "samples_per_s": "Samples per second",
            "grad_norm": "Norm of the gradient"}  # fmt: skip
 
 
@@ -63,8 +62,13 @@ def write_report(folder: str | Path) -> Path:
     if not records:
         raise ValueError(f"nothing recorded yet in {str(folder)!r}")
     path = Path(folder, "report.html")
-    write_whole(path, _page(_Run(Path(folder), records)).translate(_CONTROLS))
+    write_whole(path, report_of(folder, records))
     return path
+
+
+def report_of(folder: str | Path, records: list[Record]) -> str:
+    """Return the page about a run, from all its records."""
+    return _page(_Run(Path(folder), records))
 
 
 class _Run:
@@ -165,7 +169,6 @@ def _ending(records: Sequence[Record]) -> str:
 def _page(run: _Run) -> str:
     sections = [_key_figures(run), _curves(run), _phases(run), _stragglers(run), _last_moments(run)]
     sections += [_restarts(run), _losses(run), _origin(run), _settings(run)]
-    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     name = escape(run.name)
     note = {
         "finished": _note_of_end(run.last),
@@ -176,18 +179,15 @@ def _page(run: _Run) -> str:
         "interrupted": "It ended early, and resumes from its newest checkpoint when it is started again.",
         "diverged": f"It was stopped. {escape(str(run.last.get('message', '')))}",
     }[run.state]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{name}, {run.state}</title>\n<style>\n{style}</style></head>\n<body><main>\n"
+    content = (
         f'<header><h1>{name}</h1><p><strong class="state {run.state}">{run.state}</strong> '
         f"Started at {_clock(run.began_s)}. {note}</p></header>\n"
         + "\n".join(filter(None, sections))
         + f"\n<footer>Made at {_clock(time.time())} by Phalanx {phalanx.__version__} from "
         f"{counted(run.num_records, 'record')} in metrics.jsonl; "
-        "<code>phalanx report FOLDER</code> makes it anew.</footer>\n</main></body></html>\n"
+        "<code>phalanx report FOLDER</code> makes it anew.</footer>\n"
     )
+    return page(f"{run.name}, {run.state}", f"<style>\n{style()}</style>", content)
 
 
 def _note_of_end(end: Record) -> str:
@@ -195,59 +195,36 @@ def _note_of_end(end: Record) -> str:
     return escape(f"{words[:1].upper()}{words[1:]}.") if words else "All training is done."
 
 
-def _section(title: str, content: str, note: str = "") -> str:
-    name = title.lower().replace(" ", "-")
-    intro = f"<p>{note}</p>" if note else ""
-    return f'<section aria-labelledby="{name}"><h2 id="{name}">{title}</h2>{intro}{content}</section>'
-
-
-def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table that scrolls on its own in a narrow window; the first cell is the header of its row."""
-    columns = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
-    body = "".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
-        for row in rows
-    )
-    return (
-        f'<div class="scroll" role="region" aria-label="{title}" tabindex="0">'
-        f"<table><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
 def _key_figures(run: _Run) -> str:
     last = run.steps[-1] if run.steps else {}
     start = run.starts[-1] if run.starts else {}
-    tiles = [("Steps", number(run.last_step), _of(run.settings.get("max_steps")))]
+    figures = [("Steps", number(run.last_step), _of(run.settings.get("max_steps")))]
     if is_number(last.get("epoch")):
-        tiles.append(("Epoch", number(last["epoch"] + 1), _of(run.settings.get("max_epochs"))))
-    tiles += _training_loss(run)
+        figures.append(("Epoch", number(last["epoch"] + 1), _of(run.settings.get("max_epochs"))))
+    figures += _training_loss(run)
     for name, points in run.metrics.items():
         finite = [point for point in points if math.isfinite(point[1])]
         if finite:
             mode = run.mode_of(name)
             step, value = finite[-1] if mode is None else (min if mode == "min" else max)(finite, key=lambda p: p[1])
             which = {"min": "best (lowest)", "max": "best (highest)"}.get(str(mode), "last")
-            tiles.append((_validation(name), number(value), f"{which}, at step {step:,}"))
+            figures.append((_validation(name), number(value), f"{which}, at step {step:,}"))
     speeds = [speed for _, speed in run.values("samples_per_s") if math.isfinite(speed)]
     if speeds:
-        tiles.append(("Samples per second", number(statistics.median(speeds)), "median"))
-    tiles.append(("Ranks", str(start.get("world_size", "?")), str(start.get("backend", ""))))
-    tiles.append(("Attempts", number(len(run.attempts)), ""))
+        figures.append(("Samples per second", number(statistics.median(speeds)), "median"))
+    figures.append(("Ranks", str(start.get("world_size", "?")), str(start.get("backend", ""))))
+    figures.append(("Attempts", number(len(run.attempts)), ""))
     rare = next(
         (record for record in reversed(run.attempts[run.last["attempt"]]) if record["kind"] == "rare_saves"), {}
     )
     if is_number(rare.get("least_s")):
-        tiles.append(
+        figures.append(
             ("Checkpoints on disk", measured(rare["least_s"]), "minimum interval: hosts keep the state in memory")
         )
     trained_s = sum(records[-1]["time"] - records[0]["time"] for records in run.attempts.values())
     in_all = f"{measured(run.last_s - run.began_s)} with gaps" if len(run.attempts) > 1 else ""
-    tiles.append(("Time", measured(trained_s), in_all))
-    content = "".join(
-        f"<div><dt>{escape(title)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
-        for title, value, note in tiles
-    )
-    return _section("Key figures", f'<dl class="tiles">{content}</dl>')
+    figures.append(("Time", measured(trained_s), in_all))
+    return section("Key figures", tiles(figures))
 
 
 def _training_loss(run: _Run) -> list[tuple[str, str, str]]:
@@ -270,13 +247,13 @@ def _curves(run: _Run) -> str:
     curves += [(name, run.values(name)) for name in ("lr", "samples_per_s", "grad_norm")]
     curves = [(name, points) for name, points in curves if points]
     if not curves:
-        return _section("Curves", "<p>No step has been recorded yet.</p>")
+        return section("Curves", "<p>No step has been recorded yet.</p>")
     steps = [step for _, points in curves for step, _ in points]
     first, last = min(steps), max(steps)
     marks = {step: text for step, text in run.marks().items() if first <= step <= last}
     plotted = [
         plots.curve(
-            _TITLES.get(name, name),
+            TITLES.get(name, name),
             points,
             marks,
             steps=(first, last),
@@ -287,7 +264,7 @@ def _curves(run: _Run) -> str:
         for number, (name, points) in enumerate(curves)
     ]
     note = "Over steps. Dashed lines: a later attempt resumed here." if marks else "Over steps."
-    return _section("Curves", f'<div class="charts">{"".join(plotted)}</div>', note)
+    return section("Curves", f'<div class="charts">{"".join(plotted)}</div>', note)
 
 
 def _phases(run: _Run) -> str:
@@ -323,9 +300,11 @@ def _phases(run: _Run) -> str:
         means = sorted(slowest, key=lambda row: row[0])
     rows = [(f"rank {rank}", parts) for rank, parts in means]
     cells = [(who, *map(measured, parts.values()), measured(sum(parts.values()))) for who, parts in rows]
-    table = _table("Time per phase and rank", ["", *names, "step"], cells)
-    return _section(
-        "Where the time goes", f"{plots.bars(rows)}<details><summary>As a table</summary>{table}</details>", f"{note}."
+    by_phase = table("Time per phase and rank", ["", *names, "step"], cells)
+    return section(
+        "Where the time goes",
+        f"{plots.bars(rows)}<details><summary>As a table</summary>{by_phase}</details>",
+        f"{note}.",
     )
 
 
@@ -362,8 +341,8 @@ def _stragglers(run: _Run) -> str:
         return ""
     words = str(summary)
     head = ["Rank", "Others waited for it", "Cost of a step", "Where it loses the time"]
-    table = _table("Stragglers", head, black_box.rows_of(summary))
-    return _section("Stragglers", table, f"{escape(words[0].upper() + words[1:])}.")
+    slow = table("Stragglers", head, black_box.rows_of(summary))
+    return section("Stragglers", slow, f"{escape(words[0].upper() + words[1:])}.")
 
 
 def _last_moments(run: _Run) -> str:
@@ -373,7 +352,7 @@ def _last_moments(run: _Run) -> str:
         if is_over and _ending(run.attempts[attempt]) in ("interrupted", "diverged"):
             figure, note = black_box.timeline(run.boxes(attempt))
             if figure:
-                return _section("The last moments", figure, f"Attempt {attempt}. {note}")
+                return section("The last moments", figure, f"Attempt {attempt}. {note}")
     return ""
 
 
@@ -395,7 +374,7 @@ def _restarts(run: _Run) -> str:
         return ""
     head = ["Attempt", "Started", "The one before", "Resumed from", "With", "Gap"]
     note = "Gap: from the last record of the attempt before to the first of this one, recovery and waiting included."
-    return _section("Restarts", _table("Restarts", head, rows), note)
+    return section("Restarts", table("Restarts", head, rows), note)
 
 
 def _losses(run: _Run) -> str:
@@ -404,7 +383,7 @@ def _losses(run: _Run) -> str:
     away = black_box.out_of_reach(run.folder, run.others)
     more = f"The launchers on {listed(away, 8)} recorded theirs in run folders that are not on this host."
     if not losses:
-        return _section("Lost ranks", "", escape(more)) if away and len(run.attempts) > 1 else ""
+        return section("Lost ranks", "", escape(more)) if away and len(run.attempts) > 1 else ""
     names = list(dict.fromkeys(name for loss in losses for name in loss.phases_s))
     head = ["Time", "Lost", "Noticed by", *names, "In all", "Resumed", "Again"]
     rows = []
@@ -418,7 +397,7 @@ def _losses(run: _Run) -> str:
         "Time between two phases is part of the later one."
     )
     note += f" {escape(more)}" if away else ""
-    return _section("Lost ranks", f"{plots.bars(bars, whole='the recovery')}{_table('Lost ranks', head, rows)}", note)
+    return section("Lost ranks", f"{plots.bars(bars, whole='the recovery')}{table('Lost ranks', head, rows)}", note)
 
 
 def _how(records: Sequence[Record]) -> str:
@@ -440,14 +419,14 @@ def _origin(run: _Run) -> str:
     # Always a relative path, so that a recorded folder can't make a link to another host.
     links = ", ".join(f'<a href="./{quote(logs.lstrip("/"))}">{escape(logs)}</a>' for logs in run.logs)
     note = f"Logs of the ranks: {links}" if links else ""
-    return _section("Origin", _table("Origin", ["What", "Value"], rows), note) if rows else ""
+    return section("Origin", table("Origin", ["What", "Value"], rows), note) if rows else ""
 
 
 def _settings(run: _Run) -> str:
     if not run.settings:
         return ""
     rows = [(str(name), "none" if value is None else str(value)) for name, value in run.settings.items()]
-    return _section("Settings", _table("Settings", ["Setting", "Value"], rows))
+    return section("Settings", table("Settings", ["Setting", "Value"], rows))
 
 
 def _ranks(start: Record) -> str:
