@@ -171,7 +171,7 @@ def test_why_and_the_stack_are_told_when_asked(url, puppets, browser):
     follow_link(browser, "puppet.py")
     browser.until("document.querySelector('header').innerText.includes('Rank 0 waits in all_reduce #1 for rank 1.')")
     browser.run("document.querySelector('[data-ask=why]').click()")
-    browser.until("document.getElementById('answer').textContent.includes('rank 0 waits in all_reduce #1')")
+    browser.until("document.getElementById('answer').textContent.includes('rank 1 has not called all_reduce #1')")
     follow_link(browser, "rank 1")
     browser.run("document.querySelector('[data-ask=stacks]').click()")
     browser.until("document.getElementById('answer').textContent.includes('next_order')")
@@ -185,8 +185,9 @@ def test_each_page_fits_its_window_in_light_and_dark(url, browser, width, scheme
     browser.tell("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
     browser.tell("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
     browser.open(url)
+    browser.until("document.readyState === 'complete' && Number(document.documentElement.dataset.updates) > 0")
     for link in (ODD, "rank 0"):
-        assert browser.until("document.documentElement.scrollWidth") <= width
+        assert browser.run("document.documentElement.scrollWidth") <= width
         follow_link(browser, link)
     assert browser.run("document.documentElement.scrollWidth") <= width
     background = browser.run("getComputedStyle(document.body).backgroundColor")
@@ -215,7 +216,7 @@ def test_a_job_that_ends_stays_with_its_report(folder, url, training, browser):
     browser.until("document.querySelector('h1').innerText.toLowerCase().includes('ended')")
     browser.run("[...document.links].find(one => one.textContent === 'Its report').click()")
     browser.until("document.querySelector('footer')?.innerText.includes('metrics.jsonl')")
-    assert browser.run("document.querySelector('strong.state').innerText") == "finished"
+    assert browser.run("document.querySelector('strong.state').textContent") == "finished"
 
 
 # ---------------------------------------------------------------- who is refused
@@ -240,12 +241,15 @@ def stream_of(url: str) -> tuple[socket.socket, str]:
 
 
 def test_streams_are_limited_and_those_of_browsers_that_go_away_in_the_middle_are_freed(url):
-    opened = [stream_of(url) for _ in range(_MOST_STREAMS)]
-    assert {status for _, status in opened} == {"HTTP/1.1 200"}
-    assert refusal(f"{url}events?view=") == 503
-    for stream, _ in opened:
-        stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        stream.close()  # with a reset
+    with contextlib.ExitStack() as opened:
+        statuses = []
+        while len(statuses) <= _MOST_STREAMS and "HTTP/1.1 503" not in statuses:
+            stream, status = stream_of(url)
+            opened.enter_context(stream)
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed with a reset
+            statuses.append(status)
+        assert len(statuses) > _MOST_STREAMS - 5  # pages of other tests may still be open
+        assert statuses[-1] == "HTTP/1.1 503"
     until(lambda: status_of_stream(url), lambda status: status == "HTTP/1.1 200")
 
 
