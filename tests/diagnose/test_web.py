@@ -383,7 +383,8 @@ def test_values_that_are_not_finite_are_kept_apart(tmp_path, monkeypatch):
         log.write("step", step=step, loss=loss, name="text")
     job = Seen("7", job_view("train.py", 7, [rank_view(0)]))
     monkeypatch.setattr("phalanx.diagnose.training.trainer_folder_of", lambda pids: str(tmp_path))
-    job.read_on()
+    for record in job.records():
+        job.add(record)
     log.close()
     assert [*job.curves] == ["loss"]
     assert "2 not finite" in views.job_page(job)["curves"]

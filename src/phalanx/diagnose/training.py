@@ -24,7 +24,7 @@ class Training:
     """The records of a job's Trainer, read on at each look.
 
     Args:
-        most_bytes: Largest number of bytes that a look reads; older records are left out.
+        most_bytes: Number of bytes before the end of the file with which the first look begins.
 
     Attributes:
         folder: Folder of the Trainer; empty until one is found.
@@ -34,6 +34,11 @@ class Training:
         self.folder: str = ""
         self._most_bytes = most_bytes
         self._tail: MetricsTail | None = None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the last look has left records for the next one."""
+        return self._tail is not None and self._tail.is_behind
 
     def look(self, pids: Iterable[int]) -> list[Record]:
         """Return the records that are new since the last look.

@@ -224,10 +224,13 @@ class Tail:
         offset: Place in the file where the box begins.
         most: Largest number of events to read at a time; older ones are left out.
         kinds: Kinds of events to read, see `read_events`.
+        first: Largest number of events that the first read takes.
     """
 
-    def __init__(self, fd: int, offset: int = 0, most: int = 8192, kinds: Collection[str] = ()) -> None:
-        self._fd, self._offset, self._most, self._kinds = fd, offset, most, kinds
+    def __init__(
+        self, fd: int, offset: int = 0, most: int = 8192, kinds: Collection[str] = (), first: int = 8192
+    ) -> None:
+        self._fd, self._offset, self._most, self._kinds, self._first = fd, offset, most, kinds, first
         self._begin_anew((0, 0))
 
     def _begin_anew(self, process: tuple[int, int]) -> None:
@@ -251,7 +254,8 @@ class Tail:
             raise ValueError("it is torn")
         if self._process != (head.pid, head.start_time):
             self._begin_anew((head.pid, head.start_time))
-        oldest = head.num_events - min(self._most, head.num_slots)
+        most = self._most if self._num_read else min(self._first, self._most)
+        oldest = head.num_events - min(most, head.num_slots)
         first = max(self._num_read, oldest) + 1
         wanted = [number for number in self._open if oldest < number < first]
         slots = [os.pread(self._fd, _EVENT.size, self._slot(head, number)) for number in wanted]

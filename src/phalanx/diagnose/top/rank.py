@@ -96,12 +96,13 @@ class WatchedRank:
         rank: Rank to watch.
         bar_s: Seconds that a bar of the step times stands for.
         most: Largest number of events that a look decodes, see `Recorded`.
+        first: Largest number of events that the first look reads.
 
     Attributes:
         pss_measured_at: Time of the last `measure_pss`; 0 if there was none.
     """
 
-    def __init__(self, rank: Rank, bar_s: float, most: int = 0) -> None:
+    def __init__(self, rank: Rank, bar_s: float, most: int = 0, first: int = 8192) -> None:
         self._rank = rank
         self._start_time = rank.process.start_time if rank.process is not None else None
         self._before: tuple[float, Process] | None = None
@@ -110,7 +111,7 @@ class WatchedRank:
         self._recorded: Recorded | None = None
         self._finding_record = Seldom(2.0, share=0.001)
         self._note = ""
-        self._bar_s, self._most = bar_s, most
+        self._bar_s, self._most, self._first = bar_s, most, first
 
     @property
     def news(self) -> Box | None:
@@ -174,7 +175,7 @@ class WatchedRank:
             if self._recorded is None and self._finding_record.is_due():
                 with self._finding_record.measured():
                     place = open_box(pid)
-                    self._recorded = None if place is None else Recorded(*place, self._bar_s, self._most)
+                    self._recorded = None if place is None else Recorded(*place, self._bar_s, self._most, self._first)
             if self._recorded is not None:
                 self._recorded.look()
         except PermissionError:

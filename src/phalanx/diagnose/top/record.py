@@ -107,15 +107,16 @@ class Recorded:
         offset: Offset of the box in the file, in bytes.
         bar_s: Seconds that a bar of the step times stands for.
         most: Largest number of events, of all kinds, that a look decodes; 0: all new events, but only steps.
+        first: Largest number of events that the first look reads.
 
     Attributes:
         news: Box with the events that the last look has read; None if it has read nothing.
     """
 
-    def __init__(self, fd: int, offset: int, bar_s: float, most: int = 0) -> None:
+    def __init__(self, fd: int, offset: int, bar_s: float, most: int = 0, first: int = 8192) -> None:
         self._fd = fd
         self._offset = offset
-        self._tail = Tail(fd, offset, most) if most else Tail(fd, offset, kinds=("step",))
+        self._tail = Tail(fd, offset, most) if most else Tail(fd, offset, kinds=("step",), first=first)
         self.news: Box | None = None
         self._unfinished: list[Event] = []
         self.steps: Steps = Steps(bar_s)

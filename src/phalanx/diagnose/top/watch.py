@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import time
 from collections.abc import Sequence
 
 from phalanx.diagnose.jobs import Job, find_job, find_jobs, told_where
@@ -24,6 +25,8 @@ from phalanx.record.box import Box, open_box
 
 FIRST_S = 0.5
 """Time between the first two looks, which are needed because rates are differences."""
+_PSS_S = 0.2  # limit for the measuring of new ranks in one look
+_FIRST_EVENTS, _LEAST_FIRST_EVENTS = 16_384, 256  # read from new ranks: from all together, and from each at least
 _MOST_EVENTS = 4_000  # limit for the events that a look decodes if it decodes all kinds; the newest are a sample
 _LEAST_EVENTS = 50  # at least this many events are decoded of each rank, however many ranks there are
 
@@ -130,7 +133,7 @@ class Watch:
                 self._find()
         self._gpus.look(wait_s)
         if not self._counts:
-            self._measure_pss()
+            self._measure_pss(max(wait_s, _PSS_S))
         if not self._counts:
             self.compare()
         views = [self._view(job) for job in self._jobs]
@@ -167,16 +170,18 @@ class Watch:
             watched = self._ranks.get(pid)
             if watched is None or not watched.takes(rank):
                 most = max(_LEAST_EVENTS, _MOST_EVENTS // len(found)) if self._counts else 0
-                self._ranks[pid] = WatchedRank(rank, self._interval_s, most)
+                first = max(_LEAST_FIRST_EVENTS, _FIRST_EVENTS // len(found))
+                self._ranks[pid] = WatchedRank(rank, self._interval_s, most, first)
         for pid in self._ranks.keys() - found.keys():
             self._ranks.pop(pid).close()
         for pids in [pids for pids in self._stragglers if not found.keys() >= {*pids}]:
             self._stragglers.pop(pids).close()
 
-    def _measure_pss(self) -> None:
-        """Measure new ranks at once, then one rank at a time in turn."""
+    def _measure_pss(self, limit_s: float) -> None:
+        """Measure new ranks, as many as the limit allows, then one rank at a time in turn."""
+        ends_s = time.monotonic() + limit_s
         for rank in self._ranks.values():
-            if not rank.pss_measured_at:
+            if not rank.pss_measured_at and time.monotonic() < ends_s:
                 rank.measure_pss()
         if self._ranks and self._measuring_pss.is_due():
             with self._measuring_pss.measured():

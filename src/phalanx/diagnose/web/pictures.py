@@ -1,4 +1,4 @@
-"""What the page shows: jobs that are looked at while anybody watches, and the curves of their trainings.
+"""What the page shows: jobs that are looked at once, and then while anybody watches, and the curves of their trainings.
 
 A look costs as much as one of `top`, however many pages are open. With many ranks, looks are rarer, so that they take
 at most a twentieth of a CPU. Everything kept is bounded, so a page that stays open for a day does not grow.
@@ -20,6 +20,8 @@ from phalanx.train.report.metrics import Record, numbers_of, resumed_at
 from phalanx.train.report.plots import Point
 
 _CLOSE_S = 2.0
+_STALE_S = 10.0  # a page that is opened shows a look that is at most this old
+_LONGEST_S = 5.0  # pause between two looks, also after the first one, which takes longer than the others
 _SHARE = 0.05  # largest share of a CPU that the looks may take
 _MOST_POINTS = 2000
 _MOST_CURVES = 40
@@ -78,20 +80,24 @@ class Seen:
         """Folder of the job's Trainer; empty if it has none."""
         return self._training.folder
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are more records to read."""
+        return self._training.is_behind
+
     def look(self, view: JobView) -> None:
         """Take in what a look has seen."""
         self.view = view
         self.has_ended = not view.state and all(rank.state == "gone" for rank in view.ranks)
-        self.read_on()
         if not self.has_ended:
             self.held = held_by(view.launcher_pid)
 
-    def read_on(self) -> None:
-        """Read the new records of the training."""
-        for record in self._training.look(rank.pid for rank in self.view.ranks[:1]):
-            self._add(record)
+    def records(self) -> list[Record]:
+        """Read and return new records of the training."""
+        return self._training.look(rank.pid for rank in self.view.ranks[:1])
 
-    def _add(self, record: Record) -> None:
+    def add(self, record: Record) -> None:
+        """Add a record of the training."""
         if record["kind"] == "start" and record["attempt"]:
             self.marks[resumed_at(record)] = f"attempt {record['attempt']} resumes here"
         for name, value in numbers_of(record["kind"], record).items():
@@ -122,7 +128,7 @@ class Pictures:
         self.jobs: dict[str, Seen] = {}
         self.number = 0
         self._num_listeners = 0
-        self._is_closed = False
+        self._is_closed = self._is_wanted = False
         self._looked_s = -math.inf
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -146,9 +152,11 @@ class Pictures:
             return None if self._is_closed else self.number
 
     def await_fresh(self, timeout_s: float) -> None:
-        """Wait for a look, unless there has just been one."""
+        """Wait for a look, unless there was one lately."""
         with self.lock:
-            oldest_s = time.monotonic() - 2 * self._interval_s
+            oldest_s = time.monotonic() - _STALE_S
+            self._is_wanted = self._looked_s < oldest_s
+            self.lock.notify_all()
             self.lock.wait_for(lambda: self._looked_s >= oldest_s or self._is_closed, timeout_s)
 
     def close(self) -> None:
@@ -161,17 +169,37 @@ class Pictures:
     def _run(self) -> None:
         while True:
             with self.lock:
-                self.lock.wait_for(lambda: self._num_listeners > 0 or self._is_closed)
+                self.lock.wait_for(lambda: self._num_listeners or not self.number or self._is_closed)
+                self._is_wanted = False
             if self._is_closed:
                 return
             began_s = time.thread_time()
             views = self._watch.look()
+            took_s = time.thread_time() - began_s
             with self.lock:
                 self._take(views)
-                self.number, self._looked_s = self.number + 1, time.monotonic()
-                self.lock.notify_all()
-                pause_s = max(self._interval_s, (time.thread_time() - began_s) / _SHARE)
-                self.lock.wait_for(lambda: self._is_closed, pause_s)
+            self._read_on()
+            self._publish()
+            if any(job.is_behind for job in self.jobs.values()):
+                while any(job.is_behind for job in self.jobs.values()) and not self._is_closed:
+                    self._read_on()
+                self._publish()
+            with self.lock:
+                pause_s = max(self._interval_s, min(took_s / _SHARE, _LONGEST_S))
+                self.lock.wait_for(lambda: self._is_closed or self._is_wanted, pause_s)
+
+    def _publish(self) -> None:
+        with self.lock:
+            self.number, self._looked_s = self.number + 1, time.monotonic()
+            self.lock.notify_all()
+
+    def _read_on(self) -> None:
+        """Read a part of the new records of each job; pages are drawn meanwhile."""
+        for job in self.jobs.values():
+            records = job.records()
+            with self.lock:
+                for record in records:
+                    job.add(record)
 
     def _take(self, views: list[JobView]) -> None:
         found = {str(view.launcher_pid or view.ranks[0].pid): view for view in views}
@@ -181,7 +209,6 @@ class Pictures:
             self.jobs[key].look(view)
         for key in self.jobs.keys() - found.keys():
             self.jobs[key].has_ended = True
-            self.jobs[key].read_on()
         ended = [key for key, job in self.jobs.items() if job.has_ended]
         for key in ended[:-_MOST_ENDED]:
             del self.jobs[key]

@@ -125,28 +125,34 @@ def read_metrics(folder: str | Path) -> list[Record]:
 
 
 class MetricsTail:
-    """Reads the records that have been written since the last read.
+    """Reads the records that have been written since the last read, in parts of a megabyte.
 
     Args:
         folder: Folder of the run.
-        most_bytes: Largest number of bytes that one read takes; older records are left out.
+        most_bytes: Number of bytes at the end of the file with which the first read begins; older records are left out.
+
+    Attributes:
+        is_behind: Whether the last read has left records for the next one.
     """
 
-    def __init__(self, folder: str | Path, most_bytes: int = _TAIL_BYTES) -> None:
-        self._path, self._most_bytes, self._at = Path(folder, NAME), most_bytes, 0
+    def __init__(self, folder: str | Path, most_bytes: int) -> None:
+        self.is_behind = True
+        self._path, self._most_bytes, self._at = Path(folder, NAME), most_bytes, -1
 
     def read(self) -> list[Record]:
-        """Return the new records, without a last line that is still being written.
+        """Return new records, without a last line that is still being written.
 
         Raises:
             OSError: The file can't be read.
         """
         with open_regular(self._path) as file:
             size = file.seek(0, os.SEEK_END)
-            self._at = max(self._at if self._at <= size else 0, size - self._most_bytes)
+            if not 0 <= self._at <= size:  # the first read, or another file
+                self._at = max(0, size - self._most_bytes)
             file.seek(self._at)
-            lines = file.read(self._most_bytes).rpartition(b"\n")[0]
+            lines = file.read(_TAIL_BYTES).rpartition(b"\n")[0]
         self._at += len(lines) + bool(lines)
+        self.is_behind = bool(lines) and self._at < size
         return _parse(lines)
 
 
