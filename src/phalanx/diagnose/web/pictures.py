@@ -56,8 +56,8 @@ class Seen:
 
     Attributes:
         key: Text that names the job in addresses.
-        view: What the last look saw.
-        has_ended: Whether the job has ended.
+        view: View of the job in the last look.
+        has_ended: Whether the job has ended, as far as the last look tells.
         curves: Curves by the names of the values.
         marks: Texts about the steps from which later attempts resumed.
         phases: Last record of a training step that has the time of each phase by rank.
