@@ -46,5 +46,5 @@ def test_every_variable_of_ours_exists():
 def test_every_page_is_in_the_index(folder):
     index = (folder / "index.md").read_text()
     pages = [page for page in PAGES if page.parent == folder and page.stem != "index"]
-    assert len(pages) == 7
+    assert len(pages) == 8
     assert [page.name for page in pages if f"({page.name})" not in index] == []
