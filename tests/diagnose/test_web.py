@@ -127,8 +127,9 @@ def follow_link(browser: Browser, text: str) -> None:
     """Click the link with this in its text or address, and wait for the new page to be kept up to date."""
     browser.until("Number(document.documentElement.dataset.updates) > 0")
     before = browser.run("location.href")
+    wanted = json.dumps(text)
     browser.until(
-        f"(() => {{ const link = [...document.links].find(one => (one.textContent + one.href).includes({json.dumps(text)}));"
+        f"(() => {{ const link = [...document.links].find(one => (one.textContent + one.href).includes({wanted}));"
         " if (link) { link.focus(); link.click(); } return Boolean(link); })()"
     )
     browser.until(f"location.href !== {json.dumps(before)} && Number(document.documentElement.dataset.updates) > 0")
