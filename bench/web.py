@@ -116,7 +116,7 @@ def measure(num_ranks: int, num_steps: int, seconds: float) -> dict[str, float]:
                 raise SystemExit("the job does not train")
             time.sleep(0.5)
         found["scrape"] = statistics.median(_seconds(metrics) for _ in range(10))
-        top = ended.enter_context(_started(folder, "top", "--web", "0"))
+        top = ended.enter_context(_started(folder, "top", str(job.pid), "--web", "0"))
         url = _await_line(top, r"http://\S+")
         time.sleep(2.0)
         found["first page"] = _seconds(url)

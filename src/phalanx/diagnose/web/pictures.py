@@ -63,6 +63,7 @@ class Seen:
         phases: Last record of a training step that has the time of each phase by rank.
         saves: Last record of a checkpoint on disk.
         held: Snapshots in the launcher's memory.
+        curves_drawn: HTML of the curves, and the time at which it was drawn.
     """
 
     def __init__(self, key: str, view: JobView) -> None:
@@ -73,6 +74,7 @@ class Seen:
         self.phases: Record = {}
         self.saves: Record = {}
         self.held = Held()
+        self.curves_drawn: tuple[str, float] = ("", 0.0)
         self._training = Training(_READ_BYTES)
 
     @property

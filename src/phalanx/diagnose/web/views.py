@@ -20,6 +20,7 @@ from phalanx.train.report.page import page, section, table, table_of_html, tiles
 from phalanx.train.report.report import TITLES
 
 Parts = dict[str, str]
+_REDRAW_S = 5.0
 _MOST_BARS = 16  # ranks whose times are drawn
 _STREAM = """<section aria-labelledby="logs"><h2 id="logs">Logs</h2><form id="filter" role="search">
 <label>Rank <input name="rank" inputmode="numeric" size="4" placeholder="all"></label>
@@ -58,7 +59,7 @@ def job_page(job: Seen) -> Parts:
     return {
         "head": _head(job),
         "figures": section("Key figures", tiles(_figures(job))),
-        "curves": _curves(job),
+        "curves": _curves_lately(job),
         "phases": _phases(job),
         "losses": _losses(job),
         "saves": section("Checkpoints and snapshots", tiles(_saves(job))),
@@ -170,6 +171,15 @@ def _figures(job: Seen) -> list[tuple[str, str, str]]:
                 (TITLES.get(name, name), plots.number(curve.points[-1][1]), f"at step {curve.points[-1][0]:,}")
             )
     return figures
+
+
+def _curves_lately(job: Seen) -> str:
+    """Return the curves as they were drawn a few seconds ago: to draw and to send them is most of a page's cost."""
+    html, drawn_s = job.curves_drawn
+    if not html or time.monotonic() - drawn_s >= _REDRAW_S:
+        html = _curves(job)
+        job.curves_drawn = html, time.monotonic()
+    return html
 
 
 def _curves(job: Seen) -> str:
