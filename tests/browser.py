@@ -93,34 +93,39 @@ class Browser:
 
     def tell(self, method: str, **params: Any) -> Any:
         """Call a method of the protocol; return its result."""
+        answer = self._answer(method, params)
+        assert "result" in answer, answer
+        return answer["result"]
+
+    def _answer(self, method: str, params: dict[str, Any]) -> Any:
         self._number += 1
         session = {"sessionId": self._session} if self._session else {}
         asked = {"id": self._number, "method": method, "params": params, **session}
         os.write(self._said, json.dumps(asked).encode() + b"\0")
         while (answer := self._next()).get("id") != self._number:
             pass
-        assert "result" in answer, answer
-        return answer["result"]
+        return answer
 
     def open(self, url: str) -> None:
         self.tell("Page.navigate", url=url)
 
     def run(self, script: str) -> Any:
         """Return the value of an expression in the page; a promise is awaited."""
-        done = self._evaluate(script)
-        assert "exceptionDetails" not in done, done
-        return done["result"].get("value")
+        answer = self._evaluate(script)
+        assert "result" in answer, answer
+        assert "exceptionDetails" not in answer["result"], answer
+        return answer["result"]["result"].get("value")
 
     def until(self, script: str) -> Any:
         """Return the first true value of an expression; until then it may fail, as while a page is loaded."""
         deadline = time.monotonic() + _LIMIT_S
-        while not (value := self._evaluate(script)["result"].get("value")):
+        while not (value := self._evaluate(script).get("result", {}).get("result", {}).get("value")):
             assert time.monotonic() < deadline, (script, self.run("document.body.innerText"))
             time.sleep(0.05)
         return value
 
     def _evaluate(self, script: str) -> Any:
-        return self.tell("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        return self._answer("Runtime.evaluate", {"expression": script, "awaitPromise": True, "returnByValue": True})
 
     def _next(self) -> Any:
         while b"\0" not in self._received:

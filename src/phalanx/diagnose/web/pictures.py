@@ -1,7 +1,7 @@
 """What the page shows: jobs that are looked at once, and then while anybody watches, and the curves of their trainings.
 
 A look costs as much as one of `top`, however many pages are open. With many ranks, looks are rarer, so that they take
-at most a twentieth of a CPU. Everything kept is bounded, so a page that stays open for a day does not grow.
+3 % of a CPU. Everything kept is bounded, so a page that stays open for a day does not grow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phalanx.train.report.plots import Point
 _CLOSE_S = 2.0
 _STALE_S = 10.0  # a page that is opened shows a look that is at most this old
 _LONGEST_S = 5.0  # pause between two looks, also after the first one, which takes longer than the others
-_SHARE = 0.05  # largest share of a CPU that the looks may take
+_SHARE = 0.03  # largest share of a CPU that the looks may take
 _MOST_POINTS = 2000
 _MOST_CURVES = 40
 _MOST_ENDED = 20  # jobs that have ended and are still shown
