@@ -7,6 +7,7 @@ import os
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import phalanx
 from phalanx import DistributedSampler
-from tests.resuming import NUM_EPOCHS, check_every_stop, loop
+from tests.resuming import NUM_EPOCHS, Stream, check_every_stop, loop
 
 NUM_RUNS = 1000 if os.environ.get("PHALANX_TEST_LONG") else 20
 lengths, world_sizes = st.integers(1, 200), st.integers(1, 4)
@@ -211,6 +212,67 @@ class Shuffled(torch.utils.data.Sampler):
         self.epoch, self.place = state["epoch"], state["place"]
 
 
+class Unsized(Shuffled):
+    __len__ = None
+
+
+class Wrapping(Shuffled):
+    """Is at the beginning of the next epoch when it yields its last sample."""
+
+    def __iter__(self):
+        for place in range(self.place, self._length):
+            self.place = (place + 1) % self._length
+            yield place
+
+
+class Reversed(DistributedSampler):
+    """Has another order than the class whose state it inherits."""
+
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+class ReversedWithState(Reversed):
+    """Does as its state says."""
+
+    place = 0
+
+    def __iter__(self):
+        start, self.place = self.place, 0
+        for place, sample in enumerate(reversed(range(len(self.dataset)))):
+            if place >= start:
+                self.place = place + 1
+                yield sample
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+class Buckets(torch_data.Sampler):
+    """Reads ahead of what it yields."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        return iter([sorted(self.sampler)])
+
+
+class OwnBatches(torch_data.BatchSampler):
+    """Chooses another order than torch's class."""
+
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+def in_bulk(sampler):
+    return {"batch_size": None, "sampler": torch_data.BatchSampler(sampler, 2, False)}
+
+
 def seeded():
     return torch.Generator().manual_seed(7)
 
@@ -223,12 +285,23 @@ SAMPLERS = {
     "in batches": lambda: {
         "batch_sampler": torch_data.BatchSampler(torch_data.RandomSampler(range(7), generator=seeded()), 3, False)
     },
+    "with replacement": lambda: {
+        "batch_size": 2,
+        "sampler": torch_data.RandomSampler(range(7), True, 64, generator=seeded()),
+    },
     "listed": lambda: {"batch_sampler": [[3, 1], [0], [5, 6]]},
     "torch's distributed": lambda: {"batch_size": 2, "sampler": torch_data.DistributedSampler(range(7), 2, 1)},
     "ours, in batches": lambda: {
         "batch_sampler": torch_data.BatchSampler(DistributedSampler(range(7), 2, 1), 2, False)
     },
+    "in bulk": lambda: in_bulk(torch_data.RandomSampler(range(7), generator=seeded())),
+    "in bulk, torch's distributed": lambda: in_bulk(torch_data.DistributedSampler(range(7), 2, 1)),
+    "in bulk, ours": lambda: in_bulk(DistributedSampler(range(7), 2, 1)),
+    "in bulk, with a state": lambda: in_bulk(Shuffled(7, True)),
+    "ours, with another order and state": lambda: {"batch_size": 2, "sampler": ReversedWithState(range(7), 1, 0)},
     "with a state, empty at the end": lambda: {"batch_size": 2, "sampler": Shuffled(7, True)},
+    "with a state, at the start before the end": lambda: {"batch_size": 2, "sampler": Wrapping(7, True)},
+    "with a state, of no length": lambda: {"batch_size": 2, "sampler": Unsized(7, True)},
     "with a state, new at the end": lambda: {"batch_size": 2, "sampler": Shuffled(7, False)},
 }
 
@@ -246,6 +319,54 @@ def test_a_loader_with_another_sampler_goes_on_as_without_the_stop(kind):
 def test_another_sampler_is_not_where_the_workers_are(kind):
     options = {"num_workers": 1, "persistent_workers": True}
     check_every_stop(lambda state: loop(open_sampled(kind, **options), state))
+
+
+def test_a_sampler_with_a_state_is_not_asked_for_more_than_was_yielded():
+    loader = open_sampled("with a state, at the start before the end")
+    seen = []
+    for _ in range(4):
+        for batch in loader:
+            seen += batch.tolist()
+            break
+    assert seen == list(range(7))
+
+
+@pytest.mark.parametrize("kind", ["random", "shuffled by torch", "in batches", "with replacement"])
+def test_every_epoch_after_a_stop_has_the_order_that_it_would_have_had(kind):
+    def draw(loader, num_epochs):
+        return [[batch.tolist() for batch in loader] for _ in range(num_epochs)]
+
+    whole = draw(open_sampled(kind), 4)
+    for num_batches in range(len(whole[0]) + 1):
+        batches = iter(loader := open_sampled(kind))
+        for _ in range(num_batches):
+            next(batches)
+        state = loader.state_dict()
+        assert state["epoch"] == 0
+        (again := open_sampled(kind)).load_state_dict(state)
+        assert draw(again, 4) == [whole[0][num_batches:], *whole[1:]], f"stopped after batch {num_batches}"
+
+
+def test_the_generators_of_a_state_are_a_copy():
+    (loader := open_sampled("random")).load_state_dict(open_sampled("random").state_dict() | {"place": 1})
+    state = loader.state_dict()
+    state["generators"].zero_()
+    assert loader.state_dict()["generators"].any()
+
+
+class Global(Shuffled):
+    """Draws from torch's default generator."""
+
+    def __iter__(self):
+        torch.rand(())
+        return super().__iter__()
+
+
+def test_loading_the_state_of_a_sampler_draws_no_random_numbers():
+    (sampler := Global(7, True)).set_epoch(1)
+    loader, random = phalanx.DataLoader(range(7), sampler=sampler), torch.get_rng_state()
+    loader.load_state_dict(loader.state_dict())
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -267,13 +388,70 @@ class Own(torch_data.RandomSampler):
     """Might draw from anywhere."""
 
 
-def test_a_position_is_refused_where_nobody_knows_the_order():
-    own = phalanx.DataLoader(range(4), sampler=Own(range(4)))
-    unordered = phalanx.DataLoader(range(4), num_workers=2, in_order=False)
-    for loader, why in ((own, "nobody knows the order of Own"), (unordered, "with in_order=False")):
-        for call in (loader.state_dict, lambda loader=loader: loader.load_state_dict({})):
-            with pytest.raises(TypeError, match=f"rank 0: this DataLoader can't be resumed: {why}.*: pass sampler="):
-                call()
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Own", {"sampler": Own(range(4))}),
+        ("Buckets", {"batch_sampler": Buckets(DistributedSampler(range(4), 1, 0))}),
+        ("OwnBatches", {"batch_sampler": OwnBatches(DistributedSampler(range(4), 1, 0), 2, False)}),
+        ("Reversed", {"sampler": Reversed(range(4), 1, 0)}),
+        ("Own", in_bulk(Own(range(4)))),
+    ],
+)
+def test_a_position_is_refused_where_nobody_knows_the_order(name, options):
+    check_unknown(phalanx.DataLoader(range(4), **options), f"nobody knows the order of {name}:")
+
+
+def test_a_position_is_refused_where_batches_come_in_any_order():
+    check_unknown(phalanx.DataLoader(range(4), num_workers=2, in_order=False), "with in_order=False")
+
+
+def check_unknown(loader, why):
+    for call in (loader.state_dict, lambda: loader.load_state_dict({})):
+        with pytest.raises(TypeError, match=f"rank 0: this DataLoader can't be resumed: {why}.*pass sampler="):
+            call()
+
+
+@pytest.mark.parametrize("kind", ["samples", "items", "sampler", "batches"])
+def test_an_epoch_may_be_any_integer_of_at_least_0(kind):
+    (loader := OPENED[kind]()).set_epoch(np.int64(1))
+    loader.load_state_dict(loader.state_dict())
+    assert type(loader.state_dict()["epoch"]) is int
+    for epoch, error in ((-1, ValueError), (1.0, TypeError)):
+        with pytest.raises(error, match=r"at least 0, got -1: count epochs|as an integer"):
+            loader.set_epoch(epoch)
+    assert loader.state_dict()["epoch"] == 1
+
+
+class AsAsked(torch_data.Dataset):
+    def __getitem__(self, asked):
+        return asked
+
+
+def test_batches_of_batches_of_our_sampler_go_on_as_without_the_stop():
+    def run(state):
+        batches = torch_data.BatchSampler(DistributedSampler(range(11), 1, 0), 2, False)
+        return loop(phalanx.DataLoader(AsAsked(), **in_bulk(batches)), state)
+
+    check_every_stop(run)
+
+
+def test_set_epoch_reaches_every_sampler():
+    ours, torchs = DistributedSampler(range(4), 1, 0), torch_data.DistributedSampler(range(4), 1, 0)
+    for options in (in_bulk(ours), {"batch_sampler": Buckets(torchs)}):
+        phalanx.DataLoader(range(4), **options).set_epoch(3)
+    assert ours.epoch == torchs.epoch == 3
+
+
+def test_torchs_sampler_needs_its_own_number_of_ranks():
+    def open_loader(num_replicas):
+        return phalanx.DataLoader(
+            range(7), sampler=torch_data.DistributedSampler(range(7), num_replicas, 0), batch_size=3
+        )
+
+    state = open_loader(3).state_dict()
+    with pytest.raises(ValueError, match="with a number of ranks of 3, and here with 4: make the same loader"):
+        open_loader(4).load_state_dict(state)
 
 
 OF_SAMPLES = {"epoch": 0, "place": 2, "seed": 0, "shuffle": False, "length": 7}
@@ -284,8 +462,54 @@ REFUSED = {
     "not a number": ({"place": 1.5}, "place must be an integer of at least 0, got 1.5"),
     "other ranks": ({"world_size": 3}, "with a number of ranks of 3, and here with 1: make the same loader"),
     "other batches": ({"batch_size": 5}, "saved with batch_size 5, and here with 2"),
+    "after the end": ({"place": 5}, "the place 5 lies behind all 4 batches of an epoch: pass the state of this data"),
     "another length": ({"length": 5}, "saved with a number of batches of 5, and here with 4"),
 }
+
+
+OPENED = {
+    "samples": lambda: phalanx.DataLoader(torch.arange(7), 2, shuffle=True),
+    "items": lambda: phalanx.DataLoader(Stream(7), 2),
+    "sampler": lambda: open_sampled("with a state, of no length"),
+    "batches": lambda: open_sampled("random"),
+    "batches of a stream": lambda: phalanx.DataLoader(Stream(7), 2, is_own_part=True),
+}
+DAMAGED = {
+    "samples": {"place": 8, "length": "7", "seed": 5, "shuffle": None},
+    "items": {"num_last": None, "order": "1"},
+    "sampler": {},
+    "batches": {
+        "place": 5, "order": [], "generators": torch.zeros(3, 4), "world_size": None, "length": 4.0, "num_workers": "0",
+        "batch_size": -1,
+    },
+    "batches of a stream": {"order": 1.5, "generators": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OPENED)
+def test_a_damaged_state_is_refused_before_anything_has_changed(kind):
+    batches = iter(loader := OPENED[kind]())
+    next(batches)
+    state = loader.state_dict()
+    lacking = [{name: state[name] for name in state if name != other} for other in state]
+    if kind == "items":
+        lacking = [one for one in lacking if "order" in one]  # a stream that was told no epoch needs none
+    wrong = [state | {name: value} for name, value in DAMAGED[kind].items()]
+    wrong += [state | {name: value} for name in ("epoch", "place", "kind") for value in (None, "1", [0])]
+    if "generators" in state:
+        wrong += [state | {"generators": torch.full_like(state["generators"], 255)}]
+    for one in [*lacking, *wrong, None, [], "state", 0]:
+        (again := OPENED[kind]()).load_state_dict(state)
+        with pytest.raises(
+            ValueError, match=r"rank 0: DataLoader.load_state_dict: .*: .*|but the state was saved with"
+        ):
+            again.load_state_dict(one)
+        assert list(map(str, again)) == list(map(str, iter_rest(kind, state))), one
+
+
+def iter_rest(kind, state):
+    (loader := OPENED[kind]()).load_state_dict(state)
+    return loader
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -157,7 +157,7 @@ def test_a_loader_goes_back_and_on_while_its_workers_live():
     whole = [batch.tolist() for batch in loader]
     for _ in range(2):
         next(iter(loader))
-    assert loader.state_dict() == {"kind": "items", "epoch": 2, "place": 2, "num_last": 2}
+    assert loader.state_dict() == {"kind": "items", "epoch": 2, "place": 2, "num_last": 2, "order": None}
     for place in (4, 2):
         for _ in range(2):
             loader.load_state_dict({"kind": "items", "epoch": 0, "place": place, "num_last": 2})
@@ -185,6 +185,66 @@ def test_what_a_stream_draws_on_the_way_to_the_position_changes_no_later_number(
     batches = iter(loader)
     assert torch.equal(torch.get_rng_state(), state)
     assert len(list(batches)) == 5
+
+
+@pytest.mark.parametrize("is_own_part", [False, True])
+def test_loading_a_state_tells_a_stream_its_epoch(is_own_part):
+    def open_loader():
+        return phalanx.DataLoader(Orders(7), 2, is_own_part=is_own_part)
+
+    epochs = []
+    for epoch in range(4):
+        (loader := open_loader()).set_epoch(epoch)
+        epochs.append([batch.tolist() for batch in loader])
+    (loader := open_loader()).set_epoch(2)
+    batches = iter(loader)
+    next(batches)
+    (again := open_loader()).load_state_dict(loader.state_dict())
+    assert [batch.tolist() for batch in again] == epochs[2][1:]
+    assert list(batches)
+    (again := open_loader()).load_state_dict(loader.state_dict())
+    assert [batch.tolist() for batch in again] == epochs[3]
+
+
+@pytest.mark.parametrize("is_own_part", [False, True])
+def test_a_stream_that_was_told_one_epoch_for_all_keeps_it(is_own_part):
+    (loader := phalanx.DataLoader(Orders(7), 2, is_own_part=is_own_part)).set_epoch(2)
+    whole = [batch.tolist() for batch in loader]
+    next(iter(loader))
+    (again := phalanx.DataLoader(Orders(7), 2, is_own_part=is_own_part)).load_state_dict(loader.state_dict())
+    for _ in range(2):
+        next(iter(again))
+    assert again.state_dict()["epoch"] == 4
+    again.load_state_dict(loader.state_dict())
+    assert [batch.tolist() for batch in again] == whole[1:]
+
+
+class Interrupted(Stream):
+    """Is interrupted on the way to a position, once."""
+
+    has_been = False
+
+    def __iter__(self):
+        for item in range(self._length):
+            if item == 3 and not self.has_been:
+                self.has_been = True
+                raise KeyboardInterrupt
+            yield item
+
+
+@pytest.mark.parametrize("is_own_part", [False, True])
+def test_a_loader_goes_on_at_its_position_when_the_way_there_was_interrupted(is_own_part):
+    batches = iter(whole := phalanx.DataLoader(Stream(9), is_own_part=is_own_part))
+    for _ in range(4):
+        next(batches)
+    state = whole.state_dict()
+    (loader := phalanx.DataLoader(Interrupted(9), is_own_part=is_own_part)).load_state_dict(state)
+    with pytest.raises(KeyboardInterrupt):
+        iter(loader)
+    assert loader.state_dict()["place"] == 4
+    assert [batch.item() for batch in loader] == [4, 5, 6, 7, 8]
+    assert [batch.item() for batch in loader] == list(range(9))
+    assert loader.state_dict()["epoch"] == 2
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -24,7 +24,7 @@ from phalanx.data.partition import Partition
 from phalanx.data.positions import OF_ONE_PROCESS, position_of, samplers_of
 from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
-from phalanx.data.sampler import DistributedSampler
+from phalanx.data.sampler import DistributedSampler, epoch_number
 from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.data.shards import Shard
 from phalanx.data.workers.results import Results, WorkersContext
@@ -199,6 +199,7 @@ class DataLoader(torch_data.DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the number of the epoch to the sampler or the stream, if it has a ``set_epoch``."""
+        epoch = epoch_number(epoch)
         self._position.set_epoch(epoch)
         is_stream = isinstance(self.dataset, torch_data.IterableDataset)
         for holder in (self.dataset,) if is_stream else samplers_of(self):

@@ -23,12 +23,14 @@ import collections
 import contextlib
 import copy
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils import data as torch_data
 
+from phalanx.data.random_state import random_state_kept
 from phalanx.data.sampler import DistributedSampler
 from phalanx.data.shards import Shard
 
@@ -36,13 +38,14 @@ OF_ONE_PROCESS = (
     torch_data.RandomSampler, torch_data.SequentialSampler, torch_data.WeightedRandomSampler,
     torch_data.SubsetRandomSampler, list, tuple, range, torch.Tensor,
 )  # fmt: skip
-_REPRODUCIBLE = (*OF_ONE_PROCESS, torch_data.DistributedSampler, torch_data.BatchSampler, type(None))
+_REPRODUCIBLE = (*OF_ONE_PROCESS, torch_data.DistributedSampler, torch_data.BatchSampler)
 _KINDS = {
     "samples": "a loader with a phalanx.DistributedSampler",
     "items": "a loader that divides a stream",
     "sampler": "a loader whose sampler has a state_dict",
     "batches": "a loader that does not divide its data",
 }
+_OTHER = "the state is damaged: take another one"
 _FACTS = {"world_size": "a number of ranks of", "length": "a number of batches of"}
 Make = Callable[[], Iterator[Any]]
 
@@ -56,6 +59,8 @@ class Position:
     """
 
     kind = ""
+    numbers: tuple[str, ...] = ()  # names of further integers in a state
+    others: tuple[str, ...] = ()
 
     def __init__(self, rank: int, num_replicas: int) -> None:
         self._rank, self._num_replicas = rank, num_replicas
@@ -63,12 +68,14 @@ class Position:
         self.is_behind = False
         self._start = 0  # place where the next iteration begins
         self._is_running = False  # whether an iteration has begun since the epoch was set
+        self._told: int | None = None  # epoch of the last `set_epoch`, by which a stream may choose its order
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; an epoch that was loaded continues at its place."""
         if epoch != self.epoch or self._is_running:
             self._start = 0
-        self.epoch, self._is_running = epoch, False
+        self.epoch = self._told = epoch
+        self._is_running = False
 
     def begin(self, loader: Any, make: Make) -> Iterator[Any]:
         """Return torch's iterator of the next epoch, or of the rest of a loaded one.
@@ -78,9 +85,10 @@ class Position:
             make: Function that makes torch's iterator of the loader.
         """
         if self._is_running:
-            self.epoch, self._start = self.epoch + 1, 0
+            self.epoch, self._start, self._is_running = self.epoch + 1, 0, False
+        batches = self._begin(loader, make)  # may read up to the position; if it is interrupted, the position stays
         self._is_running, self.is_behind = True, False
-        return self._begin(loader, make)
+        return batches
 
     def count_batch(self) -> None:
         """Note that the rank has got a batch."""
@@ -110,20 +118,33 @@ class Position:
         Raises:
             ValueError: The state belongs to a loader of another kind, or to other data; or it is damaged.
         """
-        self._check_kind(state)
-        for name in ("epoch", "place"):
-            if type(state[name]) is not int or state[name] < 0:
-                raise self._refusal(f"{name} must be an integer of at least 0, got {state[name]!r}", "take another one")
+        self._check(state)
         self._load(loader, state)
         self.epoch, self._start = state["epoch"], state["place"]
         self._is_running, self.is_behind = False, True
 
-    def _check_kind(self, state: Mapping[str, Any]) -> None:
-        needed = {"epoch", "place"} | ({"kind"} if self.kind != "samples" else set())
-        kind = state.get("kind", "samples")
-        if not needed <= state.keys() or kind != self.kind:
-            whose = _KINDS.get(kind, "another loader") if {"epoch", "place"} <= state.keys() else "another loader"
+    def _check(self, state: Any) -> None:
+        if not isinstance(state, Mapping):
+            raise self._refusal(
+                f"a state must be a dict, got a {type(state).__name__}", "pass what state_dict returned"
+            )
+        kind = state.get("kind", "samples")  # a DistributedSampler's own state has none
+        is_known = {"epoch", "place"} <= state.keys() and isinstance(kind, str)
+        if not is_known or kind != self.kind:
+            whose = _KINDS.get(kind, "another loader") if is_known else "another loader"
             raise self._refusal(f"the state was saved by {whose}, and this is {_KINDS[self.kind]}", "make the same one")
+        for name in self.others:
+            if name not in state:
+                raise self._refusal(f"the state has no {name}", _OTHER)
+        for name in ("epoch", "place", *self.numbers, *(["order"] if state.get("order") is not None else [])):
+            value = state.get(name)
+            if type(value) is not int or value < 0:
+                raise self._refusal(f"{name} must be an integer of at least 0, got {value!r}", _OTHER)
+
+    def _check_place(self, state: Mapping[str, Any], unit: str) -> None:
+        if state["place"] > state["length"]:
+            what = f"the place {state['place']:,} lies behind all {state['length']:,} {unit} of an epoch"
+            raise self._refusal(what, "pass the state of this data")
 
     def _refusal(self, what: str, do: str) -> ValueError:
         return ValueError(f"rank {self._rank}: DataLoader.load_state_dict: {what}: {do}")
@@ -132,10 +153,20 @@ class Position:
         return 1
 
     def _is_at_end(self, loader: Any, place: int) -> bool:
-        return False  # a stream shows its end only when it is asked for more
+        return False  # a stream shows its end only when it is asked for more, and a sampler may draw at its end
 
     def _begin(self, loader: Any, make: Make) -> Iterator[Any]:
         return make()
+
+    def _told_after(self, is_over: bool) -> int | None:
+        """Return the epoch that a stream is told, assuming that a script which tells each epoch goes on doing so."""
+        return self._told if self._told is None else self._told + (is_over and self._told == self.epoch)
+
+    def _tell(self, loader: Any, epoch: int | None) -> None:
+        if epoch is not None:
+            self._told = epoch
+            if hasattr(loader.dataset, "set_epoch"):
+                loader.dataset.set_epoch(epoch)
 
     def _own_state(self, loader: Any, num_batches: int, is_over: bool) -> dict[str, Any]:
         return {}
@@ -148,6 +179,8 @@ class OfSamples(Position):
     """Position that a `DistributedSampler` keeps."""
 
     kind = "samples"
+    numbers = ("length",)
+    others = ("seed", "shuffle")
 
     def __init__(self, sampler: DistributedSampler, batch_size: int) -> None:
         super().__init__(sampler.rank, sampler.num_replicas)
@@ -161,6 +194,7 @@ class OfSamples(Position):
         self.is_behind = False  # workers are told their samples
 
     def _load(self, loader: Any, state: Mapping[str, Any]) -> None:
+        self._check_place(state, "samples")
         self._sampler.load_state_dict(state)
 
 
@@ -168,6 +202,7 @@ class OfItems(Position):
     """Place in a stream that the loader divides; the items before the place have been taken by all ranks together."""
 
     kind = "items"
+    numbers = ("num_last",)
 
     def __init__(self, rank: int, num_replicas: int) -> None:
         super().__init__(rank, num_replicas)
@@ -187,27 +222,28 @@ class OfItems(Position):
             return make()
 
     def _own_state(self, loader: Any, num_batches: int, is_over: bool) -> dict[str, Any]:
-        return {"num_last": self._unit(loader) if num_batches else self._num_last}
+        num_last = self._unit(loader) if num_batches else self._num_last
+        return {"num_last": num_last, "order": self._told_after(is_over)}
 
     def _load(self, loader: Any, state: Mapping[str, Any]) -> None:
         self._num_last = state["num_last"]
+        self._tell(loader, state.get("order"))
 
 
 class OfSampler(Position):
     """Position that a sampler of the user keeps, by ``state_dict`` and ``load_state_dict``."""
 
     kind = "sampler"
+    others = ("sampler",)
 
     def __init__(self, rank: int, num_replicas: int, sampler: Any) -> None:
         super().__init__(rank, num_replicas)
         self._sampler = sampler
         self._states: collections.deque[Any] = collections.deque()  # after each batch that the rank has not got yet
         self._state: Any = None
-        self._is_last = False  # whether the sampler has no more indices than the rank has got
 
     def _begin(self, loader: Any, make: Make) -> Iterator[Any]:
         self._states.clear()
-        self._is_last = False
         self._state = copy.deepcopy(self._sampler.state_dict())
         name = _name_of_indices(loader)
         with _replaced(loader, name, _Noting(getattr(loader, name), self._sampler, self._states)):
@@ -215,10 +251,13 @@ class OfSampler(Position):
 
     def count_batch(self) -> None:
         if self._states:  # empty if an older iterator goes on beside the newest
-            self._state, self._is_last = self._states.popleft()
+            self._state = self._states.popleft()
 
     def _is_at_end(self, loader: Any, place: int) -> bool:
-        return self._is_last
+        try:  # not by asking for more, because the sampler would move on
+            return place == len(loader)
+        except (TypeError, NotImplementedError):
+            return False  # the state resumes into a rest without batches
 
     def _own_state(self, loader: Any, num_batches: int, is_over: bool) -> dict[str, Any]:
         return {"sampler": self._state if self._is_running and not is_over else self._sampler.state_dict()}
@@ -226,7 +265,9 @@ class OfSampler(Position):
     def _load(self, loader: Any, state: Mapping[str, Any]) -> None:
         self._sampler.load_state_dict(copy.deepcopy(state["sampler"]))
         # At the end of an epoch, some samplers save an epoch of which nothing is left, others the next one.
-        if state["place"] == 0 and next(iter(self._sampler), None) is not None:
+        with random_state_kept():
+            is_begun = state["place"] > 0 or next(iter(self._sampler), None) is None
+        if not is_begun:
             self._sampler.load_state_dict(copy.deepcopy(state["sampler"]))
 
 
@@ -234,14 +275,13 @@ class OfBatches(Position):
     """Number of batches that this rank has got; the epoch is begun again, and passes over these."""
 
     kind = "batches"
+    numbers = ("world_size", "num_workers", "batch_size", "length")
+    others = ("order", "generators")
 
     def __init__(self, rank: int, num_replicas: int, sampler: Any) -> None:
         super().__init__(rank, num_replicas)
         self._sampler = sampler  # None: a stream
         self._generators: torch.Tensor | None = None  # states at the beginning of this epoch
-
-    def _is_at_end(self, loader: Any, place: int) -> bool:
-        return self._sampler is not None and place >= len(loader)
 
     def _begin(self, loader: Any, make: Make) -> Iterator[Any]:
         if not self._start:
@@ -262,9 +302,12 @@ class OfBatches(Position):
 
     def _own_state(self, loader: Any, num_batches: int, is_over: bool) -> dict[str, Any]:
         generators = self._generators
-        if generators is None or not self._start + num_batches or is_over:
+        if generators is None or is_over or not (self._start or self._is_running):
             generators = self._states_of_generators(loader)
-        return {**self._facts(loader), "order": getattr(self._sampler, "epoch", 0), "generators": generators}
+        order = (
+            self._told_after(is_over) if self._sampler is None else operator.index(getattr(self._sampler, "epoch", 0))
+        )
+        return {**self._facts(loader), "order": order, "generators": generators.clone()}
 
     def _load(self, loader: Any, state: Mapping[str, Any]) -> None:
         do = "make the same loader; phalanx.DistributedSampler and phalanx.shard_iterable resume on any number of ranks"
@@ -272,13 +315,29 @@ class OfBatches(Position):
             if state[name] != own:
                 words = _FACTS.get(name, name)
                 raise self._refusal(f"the state was saved with {words} {state[name]}, and here with {own}", do)
-        self._generators = state["generators"]
+        if self._sampler is not None:
+            self._check_place(state, "batches")
+        self._check_generators(loader, state["generators"])
+        self._generators = state["generators"].cpu()
         if isinstance(self._sampler, torch_data.DistributedSampler):
             self._sampler.set_epoch(state["order"])
+        elif self._sampler is None:
+            self._tell(loader, state["order"])
         if state["place"] == 0:  # the default generator is the script's, which may restore a RandomState
             for number, generator in enumerate(self._drawn_from(loader)):
                 if generator is not torch.default_generator:
                     self._restore(generator, number)
+
+    def _check_generators(self, loader: Any, states: Any) -> None:
+        own = self._states_of_generators(loader)
+        what = f"generators must be the states of {len(own)} random number generators"
+        if not isinstance(states, torch.Tensor) or (states.shape, states.dtype) != (own.shape, own.dtype):
+            raise self._refusal(what, _OTHER)
+        for generator, state in zip(self._drawn_from(loader), states, strict=True):
+            try:
+                torch.Generator(generator.device).set_state(state.cpu().clone())
+            except RuntimeError as error:
+                raise self._refusal(f"{what}: {error}", _OTHER) from None
 
     def _restore(self, generator: torch.Generator, number: int) -> None:
         assert self._generators is not None
@@ -287,7 +346,7 @@ class OfBatches(Position):
     def _facts(self, loader: Any) -> dict[str, Any]:
         is_stream = self._sampler is None
         return {
-            "world_size": self._num_replicas,
+            "world_size": getattr(self._sampler, "num_replicas", self._num_replicas),
             "num_workers": loader.num_workers if is_stream else 0,
             "batch_size": loader.batch_size or 0,
             "length": 0 if is_stream else len(loader),
@@ -329,22 +388,35 @@ def position_of(loader: Any, rank: int, num_replicas: int) -> Position:
         where = stream.rank, stream.num_replicas
     if isinstance(stream, torch_data.IterableDataset):
         return OfItems(*where) if _divides(loader, num_replicas) else OfBatches(*where, None)
-    holder, sampler = samplers_of(loader)
-    if isinstance(sampler, DistributedSampler) and type(holder) in (type(None), torch_data.BatchSampler):
-        return OfSamples(sampler, getattr(holder, "batch_size", 1))
-    for one in (holder, sampler):
-        if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
-            return OfSampler(*where, one)
-    unknown = [type(one).__name__ for one in (holder, sampler) if not _is_reproducible(one)]
-    if unknown:
-        return Unknown(*where, _cant_resume(rank, f"nobody knows the order of {unknown[0]}"))
+    size = 1
+    for sampler in samplers_of(loader):
+        if isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__:
+            return OfSamples(sampler, size)
+        if _keeps_state(sampler):
+            return OfSampler(*where, sampler)
+        if not _is_reproducible(sampler):
+            return Unknown(*where, _cant_resume(rank, f"nobody knows the order of {type(sampler).__name__}"))
+        size *= getattr(sampler, "batch_size", 1)
     return OfBatches(*where, sampler)
 
 
-def samplers_of(loader: Any) -> tuple[Any, Any]:
-    """Return what makes the batches of a loader, None if nothing does, and what chooses their samples."""
-    holder = loader.batch_sampler
-    return holder, loader.sampler if holder is None else getattr(holder, "sampler", holder)
+def samplers_of(loader: Any) -> list[Any]:
+    """Return what chooses the samples of a loader: the sampler that torch asks, the one that this one asks, and so on.
+
+    A sampler inside one that is not torch's ``BatchSampler`` does not decide the order alone.
+    """
+    samplers = [getattr(loader, _name_of_indices(loader))]
+    while hasattr(samplers[-1], "sampler"):
+        samplers.append(samplers[-1].sampler)
+    return samplers
+
+
+def _keeps_state(sampler: Any) -> bool:
+    """Return whether a sampler has a state of its own order; a `DistributedSampler` has one of phalanx's order."""
+    names = "state_dict", "load_state_dict"
+    if isinstance(sampler, DistributedSampler):
+        return all(getattr(type(sampler), name) is not getattr(DistributedSampler, name) for name in names)
+    return all(hasattr(sampler, name) for name in names)
 
 
 def _is_reproducible(sampler: Any) -> bool:
@@ -387,20 +459,15 @@ def _pass_over(items: Iterator[Any], number: int) -> None:
 
 
 class _Noting:
-    """The indices of a loader; notes of each the state of its sampler behind it, and whether it is the last one."""
+    """The indices of a loader; notes of each the state of its sampler behind it."""
 
     def __init__(self, indices: Any, sampler: Any, notes: collections.deque[Any]) -> None:
         self._indices, self._sampler, self._notes = indices, sampler, notes
 
     def __iter__(self) -> Iterator[Any]:
-        indices, end = iter(self._indices), object()
-        index = next(indices, end)
-        while index is not end:
-            state = copy.deepcopy(self._sampler.state_dict())
-            following = next(indices, end)
-            self._notes.append((state, following is end))
+        for index in self._indices:
+            self._notes.append(copy.deepcopy(self._sampler.state_dict()))
             yield index
-            index = following
 
     def __len__(self) -> int:
         return len(self._indices)

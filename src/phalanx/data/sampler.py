@@ -10,8 +10,9 @@ must not change the samples.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch.utils.data import Dataset
@@ -19,6 +20,14 @@ from torch.utils.data import distributed as torch_distributed
 
 from phalanx._errors import warn_caller
 from phalanx.data.replica import rank_and_size
+
+
+def epoch_number(epoch: SupportsIndex) -> int:
+    """Return the number of an epoch as Python's integer, such as that of NumPy's."""
+    number = operator.index(epoch)
+    if number < 0:
+        raise ValueError(f"set_epoch: epoch must be at least 0, got {number}: count epochs from 0")
+    return number
 
 
 class DistributedSampler(torch_distributed.DistributedSampler[Any]):
@@ -104,6 +113,7 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; an epoch that `load_state_dict` restored continues at its place."""
+        epoch = epoch_number(epoch)
         if epoch != self.epoch or self._is_running:
             self._start = self._num_taken = 0
         self.epoch = epoch
