@@ -274,6 +274,19 @@ def test_a_stream_that_divides_itself_needs_the_same_workers():
         divided.load_state_dict(state)
 
 
+def test_a_part_of_a_stream_has_a_length_if_the_stream_has_one():
+    for length, world_size, rank in itertools.product((0, 1, 7, 8), (1, 2, 3), (0, 1)):
+        if rank < world_size:
+            shard = phalanx.shard_iterable(range(length), world_size, rank)
+            loader = phalanx.DataLoader(shard, 2)
+            assert (len(shard), len(loader)) == (len(list(shard)), len(list(loader)))
+    shard = phalanx.shard_iterable(Stream(7))
+    assert shard
+    assert len(list(shard)) == 7
+    with pytest.raises(TypeError, match="has no len"):
+        len(phalanx.DataLoader(shard))
+
+
 class Tars(IterableDataset):
     """Samples of tar files in order, each of an image and a label, as WebDataset reads them."""
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 from torch.utils import data as torch_data
 
+from phalanx.data.indices import Noting, Rest, pass_over
 from phalanx.data.random_state import random_state_kept
 from phalanx.data.sampler import DistributedSampler
 from phalanx.data.shards import Shard
@@ -104,8 +104,8 @@ class Position:
         if not self._is_running:  # the counts belong to an earlier epoch
             num_batches, is_over = 0, False
         place = self._start + num_batches * self._unit(loader)
-        is_over = is_over or (self._is_running and self._is_at_end(loader, place))
         own = self._own_state(loader, num_batches, is_over)
+        is_over = is_over or (self._is_running and self._is_at_end(loader, place))
         return {"kind": self.kind, "epoch": self.epoch + is_over, "place": 0 if is_over else place, **own}
 
     def load(self, loader: Any, state: Mapping[str, Any]) -> None:
@@ -153,7 +153,7 @@ class Position:
         return 1
 
     def _is_at_end(self, loader: Any, place: int) -> bool:
-        return False  # a stream shows its end only when it is asked for more, and a sampler may draw at its end
+        return False  # a stream shows its end only when it is asked for more
 
     def _begin(self, loader: Any, make: Make) -> Iterator[Any]:
         return make()
@@ -246,7 +246,7 @@ class OfSampler(Position):
         self._states.clear()
         self._state = copy.deepcopy(self._sampler.state_dict())
         name = _name_of_indices(loader)
-        with _replaced(loader, name, _Noting(getattr(loader, name), self._sampler, self._states)):
+        with _replaced(loader, name, Noting(getattr(loader, name), self._sampler, self._states)):
             return make()
 
     def count_batch(self) -> None:
@@ -281,26 +281,33 @@ class OfBatches(Position):
     def __init__(self, rank: int, num_replicas: int, sampler: Any) -> None:
         super().__init__(rank, num_replicas)
         self._sampler = sampler  # None: a stream
+        self._rest = Rest((), 0)
         self._generators: torch.Tensor | None = None  # states at the beginning of this epoch
+
+    def _is_at_end(self, loader: Any, place: int) -> bool:
+        return self._sampler is not None and place >= len(loader)
 
     def _begin(self, loader: Any, make: Make) -> Iterator[Any]:
         if not self._start:
             self._generators = self._states_of_generators(loader)
-            return make()
-        for number, generator in enumerate(self._drawn_from(loader)):
-            self._restore(generator, number)
+        else:
+            for number, generator in enumerate(self._drawn_from(loader)):
+                self._restore(generator, number)
         if self._sampler is None:
             batches = make()
-            _pass_over(batches, self._start)
+            pass_over(batches, self._start)
             return batches
         name = _name_of_indices(loader)
-        rest = _Rest(getattr(loader, name), self._start)
+        self._rest = rest = Rest(getattr(loader, name), self._start)
         with _replaced(loader, name, rest):
             batches = make()
         rest.pass_over()
         return batches
 
     def _own_state(self, loader: Any, num_batches: int, is_over: bool) -> dict[str, Any]:
+        if self._is_running and self._is_at_end(loader, self._start + num_batches):
+            is_over = True
+            self._rest.end()
         generators = self._generators
         if generators is None or is_over or not (self._start or self._is_running):
             generators = self._states_of_generators(loader)
@@ -452,48 +459,3 @@ def _replaced(loader: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         vars(loader)[name] = kept
-
-
-def _pass_over(items: Iterator[Any], number: int) -> None:
-    collections.deque(itertools.islice(items, number), maxlen=0)
-
-
-class _Noting:
-    """The indices of a loader; notes of each the state of its sampler behind it."""
-
-    def __init__(self, indices: Any, sampler: Any, notes: collections.deque[Any]) -> None:
-        self._indices, self._sampler, self._notes = indices, sampler, notes
-
-    def __iter__(self) -> Iterator[Any]:
-        for index in self._indices:
-            self._notes.append(copy.deepcopy(self._sampler.state_dict()))
-            yield index
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-
-class _Rest:
-    """The indices of a loader, in the first iteration without those at its beginning.
-
-    torch draws the workers' seed before it asks for an index, and a sampler may draw its order when it is asked. So
-    indices are passed over not when the iteration begins, but when the first index is asked for or afterwards.
-    """
-
-    def __init__(self, indices: Any, num_passed: int) -> None:
-        self._indices, self._num_passed = indices, num_passed
-
-    def __iter__(self) -> Iterator[Any]:
-        self._left = iter(self._indices)
-        return self._walk()
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def _walk(self) -> Iterator[Any]:
-        self.pass_over()
-        yield from self._left
-
-    def pass_over(self) -> None:
-        number, self._num_passed = self._num_passed, 0
-        _pass_over(self._left, number)

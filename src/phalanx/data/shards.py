@@ -89,6 +89,13 @@ class Shard(IterableDataset[Any]):
         if hasattr(self._iterable, "set_epoch"):
             self._iterable.set_epoch(epoch)
 
+    def __len__(self) -> int:
+        """Return the number of items in this part; a TypeError if the stream has no length."""
+        return len(range(self.rank, len(self._iterable), self.num_replicas))  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return True  # as without __len__
+
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info() if self.over_workers else None
         start, self._start = self._start, 0  # a persistent worker iterates again, from the beginning

@@ -26,6 +26,7 @@ from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
 from phalanx.data.sampler import DistributedSampler
 from phalanx.data.seeds import derive_seed
+from phalanx.data.shards import Shard
 from phalanx.train.feed.feed import Step, filler, is_dataset, whatever
 from phalanx.wire.rank_group import RankGroup
 
@@ -234,6 +235,8 @@ class LoaderFeed:
 
 def _length_of(loader: Any) -> int:
     """Return the number of a loader's batches, or `sys.maxsize` if the loader has no length."""
+    if isinstance(getattr(loader, "dataset", None), Shard):
+        return sys.maxsize  # of an epoch that other ranks began, nobody knows how many batches are left
     try:
         return len(loader)
     except TypeError:  # a stream

@@ -52,6 +52,7 @@ from phalanx._errors import CheckpointError, printable
 from phalanx._text import counted, listed, shortened
 from phalanx._torch import SCHEDULER_COUNTERS
 from phalanx.checkpoint.state.unpacking import form_of
+from phalanx.data.shards import Shard
 from phalanx.host.proc_stat import stat_fields
 from phalanx.train.report.metrics import read_metrics
 from phalanx.train.report.origin import command_line
@@ -167,7 +168,8 @@ def _facts_of_data(data: Any, settings: Settings, ranks: RankGroup) -> Facts:
         length: int = len(data)  # type: ignore[arg-type]
         return {"data.samples": str(length), "global_batch_size": str(settings.global_batch_size)}
     dataset, size = getattr(data, "dataset", None), getattr(data, "batch_size", None)
-    lengths = ranks.gather(None if dataset is None or not hasattr(dataset, "__len__") else len(dataset))
+    has_length = hasattr(dataset, "__len__") and not isinstance(dataset, Shard)  # a part depends on the ranks
+    lengths = ranks.gather(len(dataset) if has_length else None)  # type: ignore[arg-type]
     facts = {} if size is None else {f"batch_size of {counted(ranks.world_size, 'rank')}": str(size)}
     if None not in lengths:
         length = sum(lengths) if getattr(data, "is_own_part", False) else lengths[0]
