@@ -391,7 +391,9 @@ def test_what_has_no_items_is_refused():
 
 @pytest.mark.parametrize("size", ["8 GB", "-1 GiB", -1, "much", 1.5])
 def test_a_size_that_is_none_is_refused(size):
-    with pytest.raises(ValueError, match=r'cache must be True, a number of bytes or a size such as "8 GiB", got '):
+    with pytest.raises(
+        ValueError, match=r'cache must be True, a number of bytes or a size such as "8 GiB" \(or KiB, MiB, TiB\), got '
+    ):
         phalanx.share(Items([]), cache=size)
 
 

@@ -453,7 +453,9 @@ def test_torchs_sampler_needs_its_own_number_of_ranks():
         )
 
     state = open_loader(3).state_dict()
-    with pytest.raises(ValueError, match="with a number of ranks of 3, and here with 4: make the same loader"):
+    with pytest.raises(
+        ValueError, match="the number of ranks was 3 when the state was saved, and is 4 here: make the same loader"
+    ):
         open_loader(4).load_state_dict(state)
 
 
@@ -463,10 +465,13 @@ REFUSED = {
     "torchdata's": ({"_snapshot": {}}, "saved by another loader, and this is a loader that does not divide its data"),
     "negative": ({"place": -1}, "place must be an integer of at least 0, got -1"),
     "not a number": ({"place": 1.5}, "place must be an integer of at least 0, got 1.5"),
-    "other ranks": ({"world_size": 3}, "with a number of ranks of 3, and here with 1: make the same loader"),
-    "other batches": ({"batch_size": 5}, "saved with batch_size 5, and here with 2"),
+    "other ranks": (
+        {"world_size": 3},
+        "the number of ranks was 3 when the state was saved, and is 1 here: make the same loader",
+    ),
+    "other batches": ({"batch_size": 5}, "batch_size was 5 when the state was saved, and is 2 here"),
     "after the end": ({"place": 5}, "the place 5 lies behind all 4 batches of an epoch: pass the state of this data"),
-    "another length": ({"length": 5}, "saved with a number of batches of 5, and here with 4"),
+    "another length": ({"length": 5}, "the number of batches was 5 when the state was saved, and is 4 here"),
 }
 
 

@@ -264,7 +264,8 @@ def test_a_stream_that_divides_itself_needs_the_same_workers():
     state = phalanx.DataLoader(OwnTurns(7), num_workers=2, is_own_part=True).state_dict()
     loader = phalanx.DataLoader(OwnTurns(7), is_own_part=True)
     with pytest.raises(
-        ValueError, match=r"saved with num_workers 2, and here with 0: .*phalanx.shard_iterable resume on"
+        ValueError,
+        match=r"num_workers was 2 when the state was saved, and is 0 here: .*phalanx.shard_iterable resume on",
     ):
         loader.load_state_dict(state)
     divided = phalanx.DataLoader(KINDS["divided"]())

@@ -150,6 +150,17 @@ def test_what_is_shared_already_is_shared_again():
     assert copy.deepcopy(again) is copy.copy(again) is again
 
 
+def share_again(rank, world_size):
+    phalanx.init()
+    again = phalanx.share(phalanx.share(Augmented(1500)))
+    cached = phalanx.share({"data": phalanx.share(Augmented(20), cache="1 MiB")})["data"]
+    return again[1400][0], cached[7][0]
+
+
+def test_several_ranks_share_again_what_is_shared():
+    assert run_ranks(share_again, 2) == [("sample 1400", "sample 7")] * 2
+
+
 def test_tensors_that_share_memory_share_it_afterwards():
     whole = torch.arange(10.0)
     shared = phalanx.share({"whole": whole, "most": whole[1:], "few": whole[:2]})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
-import faulthandler
 import gc
 import multiprocessing
 import os
@@ -149,8 +148,7 @@ def crash():
 
 def test_a_crash_names_the_line(tmp_path):
     dataset = Fatal(tmp_path, {6: 1}, crash)
-    options = {"num_workers": 1, "worker_init_fn": lambda _: faulthandler.disable()}  # pytest's own
-    _, message = error_of_epoch(dataset, 4, **options)
+    _, message = error_of_epoch(dataset, 4, num_workers=1)
     line = crash.__code__.co_firstlineno + 1
     assert f"in the batch of samples 4, 5, 6 and 7. It crashed at {__file__}:{line}. Native code crashed" in message
 

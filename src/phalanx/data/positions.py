@@ -46,7 +46,7 @@ _KINDS = {
     "batches": "a loader that does not divide its data",
 }
 _OTHER = "the state is damaged: take another one"
-_FACTS = {"world_size": "a number of ranks of", "length": "a number of batches of"}
+_FACTS = {"world_size": "the number of ranks", "length": "the number of batches"}
 Make = Callable[[], Iterator[Any]]
 
 
@@ -321,7 +321,7 @@ class OfBatches(Position):
         for name, own in self._facts(loader).items():
             if state[name] != own:
                 words = _FACTS.get(name, name)
-                raise self._refusal(f"the state was saved with {words} {state[name]}, and here with {own}", do)
+                raise self._refusal(f"{words} was {state[name]} when the state was saved, and is {own} here", do)
         if self._sampler is not None:
             self._check_place(state, "batches")
         self._check_generators(loader, state["generators"])

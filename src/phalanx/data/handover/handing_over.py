@@ -38,6 +38,7 @@ from phalanx.host.shared_blocks import Address
 
 _IN_PICKLE_BYTES = 64 << 10  # fewer bytes pass through the queue's pipe faster than a block is mapped
 _ALIGNMENT = 64  # of the beginning of the bytes that are sent of a storage, so that any dtype can lie in them
+_PLAIN = (int, float, bool, str, bytes, type(None))  # their pickles have nothing to hand over
 _IN_WORK = 4  # batches: one that is filled, one that the rank uses, its predecessor, one that is given back
 
 _numbers = itertools.count()
@@ -77,7 +78,7 @@ class HandingOver:
         if not self._has_begun:
             self._begin()
         batch = self._collate(samples)
-        return batch if self._pool is None else pack(batch, self._pool, self._number)
+        return batch if self._pool is None or type(batch) in _PLAIN else pack(batch, self._pool, self._number)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_received": None}

@@ -72,7 +72,8 @@ def limit_bytes(cache: bool | int | str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i)?B", cache) if isinstance(cache, str) else None
     if not found:
         raise ValueError(
-            f'phalanx.share: cache must be True, a number of bytes or a size such as "8 GiB", got {cache!r}'
+            'phalanx.share: cache must be True, a number of bytes or a size such as "8 GiB" (or KiB, MiB, TiB), got '
+            f"{cache!r}"
         )
     return int(float(found[1]) * _UNITS[f"{found[2] or ''}B"])
 

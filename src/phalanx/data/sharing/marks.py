@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.data.sharing.packing import Region
+from phalanx.data.sharing.shared_list import SharedList
+
 _COMPARED = 64  # items of each list, and elements of each row, that are compared
 _MOST = 20_000  # marks of one object
 _DEPTH = 6
@@ -46,13 +49,13 @@ def _marks(data: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[s
 def _marks_of_parts(data: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[str, str]]:
     with contextlib.suppress(Exception):  # such as a `__len__` that raises
         yield f"the length of {name}", f"{len(data)}"
-    if isinstance(data, (list, tuple)):
+    if isinstance(data, (list, tuple, SharedList)):
         for number in spread(len(data)):
             yield from _marks(data[number], f"item {number} of {name}", depth, seen)
     elif isinstance(data, Mapping):
         for key in islice(sorted(key for key in data if isinstance(key, str)), _COMPARED):
             yield from _marks(data[key], f"{name}[{key!r}]", depth, seen)
-    else:
+    elif not isinstance(data, Region):  # whose place differs on each rank
         for key, value in sorted(getattr(data, "__dict__", {}).items()):
             yield from _marks(value, f"{key} of {name}", depth, seen)
 

@@ -86,7 +86,9 @@ def share(
     ranks = _ranks(group)
     builds = inspect.isroutine(data) or isinstance(data, (functools.partial, type))
     if key and not builds:
-        raise ValueError("phalanx.share: a key is for a function, which need not build again what it has built before")
+        raise ValueError(
+            "phalanx.share: a key is for a function, which need not be called again: pass a lambda that makes the data"
+        )
     if not isinstance(key, str):
         raise TypeError(f"phalanx.share: the key must be a str, got {type(key).__name__}: pass key={str(key)!r}")
     function: Any = data if builds else lambda: data

@@ -183,10 +183,10 @@ class Progress(UnnamedFile):
         self._numbers = memoryview(mmap.mmap(self._fd, _PROGRESS_BYTES)).cast("q")
 
     def note_crashes(self) -> None:
-        """Have a crash of this process noted here, unless Python prints it already (``-X faulthandler``)."""
-        if not faulthandler.is_enabled():
-            os.lseek(self._fd, _PROGRESS_BYTES, os.SEEK_SET)
-            faulthandler.enable(self._fd, all_threads=False)
+        """Have a crash of this process noted here, rather than where the rank that has forked it notes its own."""
+        os.lseek(self._fd, _PROGRESS_BYTES, os.SEEK_SET)
+        faulthandler.disable()  # otherwise it would keep its place behind torch's handlers
+        faulthandler.enable(self._fd, all_threads=False)
 
     @property
     def crash_site(self) -> str:

@@ -66,7 +66,7 @@ class JobMetrics:
     def _add_totals(self, ranks: Sequence[RankView], place: tuple[str, str], found: Families) -> None:
         for number, totals in self._totals.items():
             rank = (*place, str(number))
-            found.add("phalanx_steps", rank, totals.num_steps)
+            found.add("phalanx_steps", rank, round(totals.num_steps))
             found.add("phalanx_last_step_timestamp_seconds", rank, _time_of(totals.step_ended_ns / 1e9))
             found.add("phalanx_waiting_seconds", rank, totals.wait_s)
             found.add("phalanx_record_events", rank, totals.num_events)
@@ -79,7 +79,7 @@ class JobMetrics:
         if every:
             found.add("phalanx_samples", place, self._totals[min(self._totals)].num_samples)
         for op in dict.fromkeys(op for totals in every for op in totals.seconds):
-            counts = [sum(one.durations[op, index] for one in every) for index in range(len(BOUNDS_S) + 1)]
+            counts = [round(sum(one.durations[op, index] for one in every)) for index in range(len(BOUNDS_S) + 1)]
             seconds = sum(totals.seconds[op] for totals in every)
             found.add_histogram("phalanx_collective_duration_seconds", (*place, op), BOUNDS_S, counts, seconds)
         found.add("phalanx_steps_planned", place, next((rank.num_steps for rank in ranks if rank.num_steps), None))
