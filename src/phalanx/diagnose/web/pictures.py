@@ -7,6 +7,7 @@ A look costs as much as one of `top`, however many pages are open. With many ran
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import threading
 import time
@@ -93,6 +94,12 @@ class Seen:
         self.has_ended = not view.state and all(rank.state == "gone" for rank in view.ranks)
         if not self.has_ended:
             self.held = held_by(view.launcher_pid)
+
+    def end(self) -> None:
+        """Note that a look did not find the job."""
+        self.has_ended = True
+        gone = [dataclasses.replace(rank, state="gone", since_s=None) for rank in self.view.ranks]
+        self.view = dataclasses.replace(self.view, ranks=gone)
 
     def records(self) -> list[Record]:
         """Read and return new records of the training."""
@@ -210,7 +217,7 @@ class Pictures:
                 self.jobs[key] = Seen(key, view)
             self.jobs[key].look(view)
         for key in self.jobs.keys() - found.keys():
-            self.jobs[key].has_ended = True
+            self.jobs[key].end()
         ended = [key for key, job in self.jobs.items() if job.has_ended]
         for key in ended[:-_MOST_ENDED]:
             del self.jobs[key]
