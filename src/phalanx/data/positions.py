@@ -45,7 +45,7 @@ _KINDS = {
     "sampler": "a loader whose sampler has a state_dict",
     "batches": "a loader that does not divide its data",
 }
-_OTHER = "the state is damaged: take another one"
+_DAMAGED = "the state is damaged: take another one"
 _FACTS = {"world_size": "the number of ranks", "length": "the number of batches"}
 Make = Callable[[], Iterator[Any]]
 
@@ -135,11 +135,11 @@ class Position:
             raise self._refusal(f"the state was saved by {whose}, and this is {_KINDS[self.kind]}", "make the same one")
         for name in self.others:
             if name not in state:
-                raise self._refusal(f"the state has no {name}", _OTHER)
+                raise self._refusal(f"the state has no {name}", _DAMAGED)
         for name in ("epoch", "place", *self.numbers, *(["order"] if state.get("order") is not None else [])):
             value = state.get(name)
             if type(value) is not int or value < 0:
-                raise self._refusal(f"{name} must be an integer of at least 0, got {value!r}", _OTHER)
+                raise self._refusal(f"{name} must be an integer of at least 0, got {value!r}", _DAMAGED)
 
     def _check_place(self, state: Mapping[str, Any], unit: str) -> None:
         if state["place"] > state["length"]:
@@ -339,12 +339,12 @@ class OfBatches(Position):
         own = self._states_of_generators(loader)
         what = f"generators must be the states of {len(own)} random number generators"
         if not isinstance(states, torch.Tensor) or (states.shape, states.dtype) != (own.shape, own.dtype):
-            raise self._refusal(what, _OTHER)
+            raise self._refusal(what, _DAMAGED)
         for generator, state in zip(self._drawn_from(loader), states, strict=True):
             try:
                 torch.Generator(generator.device).set_state(state.cpu().clone())
             except RuntimeError as error:
-                raise self._refusal(f"{what}: {error}", _OTHER) from None
+                raise self._refusal(f"{what}: {error}", _DAMAGED) from None
 
     def _restore(self, generator: torch.Generator, number: int) -> None:
         assert self._generators is not None

@@ -116,11 +116,15 @@ def waits(ranks: Sequence[RankView]) -> list[str]:
 
 def _job_section(job: Seen) -> str:
     href = f"job?{urlencode({'job': job.key})}"
-    words = " ".join(filter(None, [_summary(job), *(waits(job.view.ranks)), job.view.straggler]))
     return (
         f'<section><h2><a href="{escape(href)}">{escape(job.view.name)}</a> {_state(job)}</h2>'
-        f"<p>{escape(words)}</p>{_ranks(job)}</section>"
+        f"<p>{escape(_story(job))}</p>{_ranks(job)}</section>"
     )
+
+
+def _story(job: Seen) -> str:
+    """Return what the job is, who waits for whom in it, and who is slow."""
+    return " ".join(filter(None, [_summary(job), *waits(job.view.ranks), job.view.straggler]))
 
 
 def _summary(job: Seen) -> str:
@@ -140,14 +144,13 @@ def _state(job: Seen) -> str:
 
 def _head(job: Seen) -> str:
     view = job.view
-    words = " ".join(filter(None, [_summary(job), *waits(view.ranks), view.straggler]))
     report = (
         job.trainer_folder
         and f'<a href="report?{escape(urlencode({"job": job.key}))}">Its report</a> tells the whole story.'
     )
     return (
-        f'<header><p><a href="./">All jobs</a></p><h1>{escape(view.name)} {_state(job)}</h1><p>{escape(words)}</p>'
-        f"<p>{report} {view.folder and f'Logs: {escape(view.folder)}'}</p></header>"
+        f'<header><p><a href="./">All jobs</a></p><h1>{escape(view.name)} {_state(job)}</h1>'
+        f"<p>{escape(_story(job))}</p><p>{report} {view.folder and f'Logs: {escape(view.folder)}'}</p></header>"
     )
 
 
